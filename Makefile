@@ -1,0 +1,66 @@
+# Every target sets up .venv by itself, once. To use an interpreter that has everything already
+# (an image, a container), name it: make test PYTHON=python3
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+ifeq ($(origin PYTHON),command line)
+READY :=
+BENCH_READY :=
+else
+PYTHON := .venv/bin/python
+READY := .venv/.ready
+BENCH_READY := .venv/.ready-bench
+endif
+
+# The checkout's folders kernels/ and host/ must not become importable under these names.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help demo test lint gpu-test bench clean
+
+help:
+	@echo "make demo      one MoE layer in one launch (CPU reference without a Hopper GPU)"
+	@echo "make test      lint, CPU tests and compile checks; GPU tests too where there is an sm_90"
+	@echo "make lint      ruff only"
+	@echo "make gpu-test  the GPU tests only"
+	@echo "make bench     all measurements of perf/ (needs an sm_90 GPU)"
+
+demo: $(READY)
+	$(PYTHON) -m cute_moe demo
+
+test: lint
+	$(PYTHON) -m pytest -rs tests
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+gpu-test: $(READY)
+	$(PYTHON) -m pytest -rs -m gpu tests
+
+bench: $(BENCH_READY)
+	$(PYTHON) perf/bench.py all
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+# The first interpreter of a supported version; pip then says what else may be missing.
+.venv/bin/python:
+	@for candidate in python3 python3.13 python3.12 python3.11 python3.10; do \
+	  if "$$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' \
+	      2>/dev/null; then \
+	    echo "setting up .venv with $$candidate"; exec "$$candidate" -m venv .venv; \
+	  fi; \
+	done; \
+	echo "needs Python 3.10 to 3.13 on PATH" >&2; exit 1
+
+.venv/.ready: pyproject.toml | .venv/bin/python
+	nvidia-smi -L >/dev/null 2>&1 || .venv/bin/python -m pip install -q torch==2.13.0
+	.venv/bin/python -m pip install -q -e ".[dev]"
+	touch $@
+
+.venv/.ready-bench: .venv/.ready
+	.venv/bin/python -m pip install -q -e ".[bench]"
+	touch $@

@@ -1,0 +1,17 @@
+"""MoE decode layers for NVIDIA Hopper in one kernel launch, written in CuTe DSL."""
+
+from cute_moe.moe import (
+    alloc_scratchpad,
+    get_scratchpad_size_bytes,
+    has_monomoe,
+    interleave_for_tma_wgmma_up,
+    mono_moe,
+)
+
+__all__ = [
+    "alloc_scratchpad",
+    "get_scratchpad_size_bytes",
+    "has_monomoe",
+    "interleave_for_tma_wgmma_up",
+    "mono_moe",
+]

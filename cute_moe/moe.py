@@ -1,0 +1,193 @@
+"""The MoE decode layer: one kernel launch on sm_90 GPUs, the reference arithmetic on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_moe import reference
+from cute_moe.host.check import Contract, TensorRule
+from cute_moe.host.device import device_facts, has_sm90
+from cute_moe.host.launch import KernelCache
+from cute_moe.host.scratch import Region, ScratchLayout
+from cute_moe.kernels.moe.spec import MAX_TOKENS, MAX_TOP_K, MoeSpec
+
+SHAPE = MoeSpec()
+_FP8 = torch.float8_e4m3fn
+_FLOATS = (torch.float32, torch.bfloat16)
+_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_SCRATCH = ScratchLayout([Region(n, size, zeroed=True) for n, size in SHAPE.scratch_regions])
+
+
+def _rules() -> list[TensorRule]:
+    e, k, n = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
+    return [
+        TensorRule("activations_in", (torch.bfloat16,), ("M", k)),
+        TensorRule("router_logits", _FLOATS[::-1], ("M", e)),
+        TensorRule("expert_weights_up", (_FP8,), (e, 2 * n, k)),
+        TensorRule("expert_scales_up", _FLOATS, (e, 2 * n // 128, k // 128)),
+        TensorRule("expert_weights_down", (_FP8,), (e, k, n)),
+        TensorRule("expert_scales_down", _FLOATS, (e, k // 128, n // 128)),
+        TensorRule("out", (torch.bfloat16,), ("M", k)),
+    ]
+
+
+_CONTRACT = Contract(_rules(), {"M": (0, MAX_TOKENS)})
+_INPUTS = Contract(_rules()[:-1], {"M": (0, MAX_TOKENS)})
+
+
+def _build(spec: MoeSpec, options: str):
+    from cute_moe.kernels.moe.kernel import build
+
+    return build(spec, options)
+
+
+_KERNELS = KernelCache(_build)
+
+
+def has_monomoe() -> bool:
+    """Whether a GPU here can run the kernel (sm_90). Never raises."""
+    return has_sm90()
+
+
+def get_scratchpad_size_bytes() -> int:
+    """Bytes of the scratchpad that `mono_moe` needs."""
+    return _SCRATCH.nbytes
+
+
+def alloc_scratchpad(device: torch.device | str | int = "cuda") -> torch.Tensor:
+    """A zeroed scratchpad, uint8 [get_scratchpad_size_bytes()].
+
+    It may be used by any number of launches that do not overlap: one per stream. A buffer from
+    elsewhere must be zeroed once before its first use; the kernel keeps it in order after that.
+    """
+    return _SCRATCH.allocate(device)
+
+
+def interleave_for_tma_wgmma_up(w: torch.Tensor) -> torch.Tensor:
+    """Rows of `w` [E, 2N, K] (gate rows, then up rows), interleaved by eight; a new tensor.
+
+    Only needed for `mono_moe(..., interleave_up=False)`; raw rows are read as fast.
+    Raises TypeError or ValueError unless `w` is a 3-D tensor with 2N a multiple of 16.
+    """
+    if not isinstance(w, torch.Tensor):
+        raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
+    if w.dim() != 3 or w.shape[1] % 16:
+        raise ValueError(f"w: expected [E, 2N, K] with 2N a multiple of 16, got {list(w.shape)}")
+    return _swap_row_groups(w, (2, w.shape[1] // 16))
+
+
+def _deinterleave(w: torch.Tensor) -> torch.Tensor:
+    """The inverse of `interleave_for_tma_wgmma_up`."""
+    return _swap_row_groups(w, (w.shape[1] // 16, 2))
+
+
+def _swap_row_groups(w: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
+    e, rows, k = w.shape
+    swapped = w.view(torch.uint8).view(e, *groups, 8, k).transpose(1, 2).contiguous()
+    return swapped.view(e, rows, k).view(w.dtype)
+
+
+def _check_options(top_k: int, scoring_func: str, renormalize: bool, interleave_up: bool) -> None:
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k: expected an int, got {type(top_k).__name__}")
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ValueError(f"top_k: expected 1..{MAX_TOP_K}, got {top_k}")
+    if scoring_func not in ("softmax", "sigmoid"):
+        raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {scoring_func!r}")
+    for name, value in (("renormalize", renormalize), ("interleave_up", interleave_up)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def mono_moe(
+    activations_in: torch.Tensor,
+    router_logits: torch.Tensor,
+    expert_weights_up: torch.Tensor,
+    expert_scales_up: torch.Tensor,
+    expert_weights_down: torch.Tensor,
+    expert_scales_down: torch.Tensor,
+    top_k: int,
+    scoring_func: str = "softmax",
+    renormalize: bool = True,
+    out: torch.Tensor | None = None,
+    scratchpad: torch.Tensor | None = None,
+    interleave_up: bool = True,
+) -> torch.Tensor:
+    """One MoE layer for M = 0..8 tokens, in one kernel launch on torch's current stream.
+
+    E = 256 experts, K = 2048, N = 512; all tensors contiguous, on one device.
+      activations_in       [M, K] bf16
+      router_logits        [M, E] bf16 or fp32 (NaN counts as -inf; ties go to the lowest expert)
+      expert_weights_up    [E, 2N, K] e4m3: gate rows, then up rows; with interleave_up=False as
+                           `interleave_for_tma_wgmma_up` orders them
+      expert_scales_up     [E, 2N/128, K/128] fp32 or bf16, multiplies (order of raw rows always)
+      expert_weights_down  [E, K, N] e4m3
+      expert_scales_down   [E, K/128, N/128] fp32 or bf16
+      top_k                1..8;  scoring_func "softmax" or "sigmoid"
+      renormalize          divide the top_k weights by their sum
+      out                  [M, K] bf16, not overlapping an input; allocated when None
+      scratchpad           from `alloc_scratchpad`, one per stream; a fresh one when None
+
+    Returns out. The same input gives the same bits in every run, batch and scratchpad. With out
+    and scratchpad given, nothing is allocated and nothing synchronises; a CUDA graph can capture
+    the call once one call has run outside a capture. CPU tensors take the reference path.
+    Raises TypeError or ValueError, naming the argument, before anything is launched or written;
+    RuntimeError where the GPU cannot run the kernel or the first call lies inside a capture.
+    """
+    _check_options(top_k, scoring_func, renormalize, interleave_up)
+    inputs = (activations_in, router_logits, expert_weights_up, expert_scales_up,
+              expert_weights_down, expert_scales_down)  # fmt: skip
+    if out is None:
+        tokens = _INPUTS.check(inputs)["M"]
+        out = torch.empty_like(activations_in)
+    else:
+        tokens = _CONTRACT.check((*inputs, out))["M"]
+        _check_overlap(out, inputs)
+    device = activations_in.device
+    if scratchpad is not None:
+        _SCRATCH.check(scratchpad, device)
+    if tokens == 0:
+        return out
+    if device.type != "cuda":
+        weights = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
+        result = reference.moe_block_fp8(
+            activations_in, router_logits, weights, *inputs[3:], top_k, scoring_func, renormalize
+        )
+        return out.copy_(result)
+    if scratchpad is None:
+        scratchpad = alloc_scratchpad(device)
+    key = (top_k, scoring_func, renormalize, interleave_up, router_logits.dtype,
+           expert_scales_up.dtype, expert_scales_down.dtype, device.index)  # fmt: skip
+    kernel = _KERNELS.lookup(key) or _KERNELS.get(_spec(key), device, key)
+    if scratchpad.numel() != _SCRATCH.nbytes:
+        scratchpad = scratchpad[: _SCRATCH.nbytes]
+    if torch.cuda.current_device() == device.index:
+        kernel(*inputs, out, scratchpad)
+    else:
+        with torch.cuda.device(device):
+            kernel(*inputs, out, scratchpad)
+    return out
+
+
+def _spec(key: tuple) -> MoeSpec:
+    """The kernel variant of a launch key."""
+    top_k, scoring, renormalize, raw_rows, logits, scales_up, scales_down, index = key
+    return MoeSpec(
+        top_k=top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        logits_dtype=_DTYPE_NAMES[logits],
+        scales_up_dtype=_DTYPE_NAMES[scales_up],
+        scales_down_dtype=_DTYPE_NAMES[scales_down],
+        raw_rows=raw_rows,
+        grid=device_facts(index).sm_count,
+    )
+
+
+def _check_overlap(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise ValueError when `out` shares memory with activations_in or router_logits."""
+    start = out.data_ptr()
+    end = start + out.nbytes
+    for name, tensor in zip(("activations_in", "router_logits"), inputs, strict=False):
+        if tensor.data_ptr() < end and start < tensor.data_ptr() + tensor.nbytes:
+            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")

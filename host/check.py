@@ -1,0 +1,177 @@
+"""Declarative tensor contracts: one quick pass when all is right, one error text when not."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """What one tensor argument must be: row-major contiguous, of these dtypes and this shape.
+
+    A str in `shape` is a symbolic size: equal symbols agree across the arguments of one call.
+    `align` is the alignment of the data pointer in bytes; an empty tensor may have any.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int | str, ...]
+    align: int = 16
+
+    def describe(self, device: torch.device) -> str:
+        """The rule in words, such as "[M, 2048] bfloat16, contiguous, ... on cuda:0"."""
+        sizes = ", ".join(str(size) for size in self.shape)
+        dtypes = " or ".join(_dtype_name(dtype) for dtype in self.dtypes)
+        return f"[{sizes}] {dtypes}, contiguous, {self.align}-byte aligned, on {device}"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The rules of all tensor arguments of one function, in call order.
+
+    `sizes` bounds symbols, ends included: {"M": (0, 8)}; an upper end of None is no bound.
+    """
+
+    rules: Sequence[TensorRule]
+    sizes: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise ValueError("rules: expected at least one TensorRule, got none")
+        object.__setattr__(self, "_quick", _compile_quick_check(self.rules, self.sizes))
+
+    def check(
+        self, tensors: Sequence[torch.Tensor], device: torch.device | None = None
+    ) -> dict[str, int]:
+        """Sizes of the symbols when `tensors` keep the contract on `device` (default: the first's).
+
+        Raises TypeError for what is no tensor and ValueError for every other breach; the text
+        names the argument, what was expected and what came.
+        """
+        try:
+            if device is None:
+                device = tensors[0].device
+            values = self._quick(tensors, device)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            values = None
+        return self._check_fully(tensors, device) if values is None else values
+
+    def _check_fully(
+        self, tensors: Sequence[torch.Tensor], device: torch.device | None
+    ) -> dict[str, int]:
+        """The slow, exact form of the same check, which raises."""
+        if len(tensors) != len(self.rules):
+            names = ", ".join(rule.name for rule in self.rules)
+            raise ValueError(f"expected {len(self.rules)} tensors ({names}), got {len(tensors)}")
+        for rule, tensor in zip(self.rules, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"{rule.name}: expected a torch.Tensor, got {type(tensor).__name__}"
+                )
+        if device is None and tensors:
+            device = tensors[0].device
+        values: dict[str, int] = {}
+        sources: dict[str, str] = {}
+        for rule, tensor in zip(self.rules, tensors, strict=True):
+            if not (_is_as_ruled(rule, tensor, device) and self._bind(rule, tensor, values)):
+                wanted = rule.describe(device) + self._describe_symbols(rule, values, sources)
+                raise ValueError(f"{rule.name}: expected {wanted}; got {_describe(tensor, rule)}")
+            for symbol in rule.shape:
+                if isinstance(symbol, str):
+                    sources.setdefault(symbol, rule.name)
+        return values
+
+    def _bind(self, rule: TensorRule, tensor: torch.Tensor, values: dict[str, int]) -> bool:
+        """Whether the shape fits, given the symbols so far; then its symbols join `values`."""
+        bound = dict(values)
+        for want, size in zip(rule.shape, tensor.shape, strict=True):
+            if isinstance(want, str):
+                low, high = self.sizes.get(want, (0, None))
+                too_big = high is not None and size > high
+                if bound.setdefault(want, size) != size or size < low or too_big:
+                    return False
+            elif want != size:
+                return False
+        values.update(bound)
+        return True
+
+    def _describe_symbols(
+        self, rule: TensorRule, values: dict[str, int], sources: dict[str, str]
+    ) -> str:
+        """Where the symbols of a rule come from, such as ", M = 4 as in activations_in"."""
+        parts = []
+        for symbol in dict.fromkeys(size for size in rule.shape if isinstance(size, str)):
+            if symbol in sources:
+                parts.append(f", {symbol} = {values[symbol]} as in {sources[symbol]}")
+            elif symbol in self.sizes:
+                low, high = self.sizes[symbol]
+                parts.append(
+                    f", {symbol} >= {low}" if high is None else f", {low} <= {symbol} <= {high}"
+                )
+        return "".join(parts)
+
+
+def _compile_quick_check(
+    rules: Sequence[TensorRule], sizes: Mapping[str, tuple[int, int | None]]
+) -> Callable[[Sequence[torch.Tensor], torch.device], dict[str, int] | None]:
+    """A function that returns the symbol values, or None for "look again with the slow check".
+
+    It is generated, one straight expression for all rules: a loop over rules and sizes costs as
+    much again as reading the tensors' attributes, and this runs before every launch.
+    """
+    symbols = list(dict.fromkeys(s for rule in rules for s in rule.shape if isinstance(s, str)))
+    variables = {symbol: f"v{i}" for i, symbol in enumerate(symbols)}
+    lines = ["def quick(tensors, device):"]
+    lines.append(f"    {''.join(f't{i}, ' for i in range(len(rules)))}= tensors")
+    for symbol, variable in variables.items():
+        i, rule = next((i, rule) for i, rule in enumerate(rules) if symbol in rule.shape)
+        lines.append(f"    {variable} = t{i}.shape[{rule.shape.index(symbol)}]")
+    terms = []
+    for i, rule in enumerate(rules):
+        dims = "".join(f"{variables[s] if isinstance(s, str) else int(s)}, " for s in rule.shape)
+        terms += [
+            f"t{i}.dtype in d{i}",
+            f"t{i}.shape == ({dims})",
+            f"t{i}.device == device",
+            f"not t{i}.data_ptr() % {int(rule.align)}",
+            f"t{i}.is_contiguous()",
+        ]
+    for symbol, (low, high) in sizes.items():
+        upper = "" if high is None else f" <= {int(high)}"
+        terms.append(f"{int(low)} <= {variables[symbol]}{upper}")
+    lines.append(f"    if {' and '.join(terms)}:")
+    lines.append(f"        return {{{', '.join(f'{s!r}: {v}' for s, v in variables.items())}}}")
+    scope: dict[str, Any] = {f"d{i}": rule.dtypes for i, rule in enumerate(rules)}
+    exec("\n".join(lines), scope)
+    return scope["quick"]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_as_ruled(rule: TensorRule, tensor: torch.Tensor, device: torch.device) -> bool:
+    """Everything but the sizes: layout, rank, dtype, device, contiguity and alignment."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.dim() == len(rule.shape)
+        and tensor.dtype in rule.dtypes
+        and tensor.device == device
+        and tensor.is_contiguous()
+        and (tensor.numel() == 0 or tensor.data_ptr() % rule.align == 0)
+    )
+
+
+def _describe(tensor: torch.Tensor, rule: TensorRule) -> str:
+    """What came, in the words of `TensorRule.describe`."""
+    sizes = ", ".join(str(size) for size in tensor.shape)
+    text = f"[{sizes}] {_dtype_name(tensor.dtype)}"
+    if tensor.layout != torch.strided:
+        return f"{text}, layout {_dtype_name(tensor.layout)}, on {tensor.device}"
+    if not tensor.is_contiguous():
+        text += f", strides {list(tensor.stride())}"
+    elif tensor.numel() and tensor.data_ptr() % rule.align:
+        text += f", address {tensor.data_ptr() % rule.align} bytes past {rule.align}-byte alignment"
+    return f"{text}, on {tensor.device}"

@@ -1,0 +1,1 @@
+"""Reusable device functions: barriers, rings, TMA, WGMMA, quantisation. Mechanism, no policy."""

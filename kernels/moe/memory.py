@@ -1,0 +1,151 @@
+"""Shared memory of the MoE kernel: one dataclass of views, allocated once per CTA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from cute_moe.kernels.moe.spec import BLOCK, MAX_CHUNKS, PAIRS, STAGE_BYTES, UNIT_ROWS, MoeSpec
+
+LOADER_WARPS = 8
+CONSUMER_WARPS = 8
+NUM_META = 4  # active experts, chunks, parity, unused
+
+
+def swizzle_atom():
+    """The 8 x 128-byte shared-memory atom that TMA writes and WGMMA reads."""
+    return warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+
+
+def up_layout(spec: MoeSpec):
+    """Ring as up tiles: (64 rows, 256 features, stages)."""
+    return cute.tile_to_shape(swizzle_atom(), (UNIT_ROWS, 256, spec.stages), (0, 1, 2))
+
+
+def down_box_layout(spec: MoeSpec):
+    """Ring as down boxes: (16 columns, N, 1 expert, two a stage)."""
+    return cute.tile_to_shape(
+        swizzle_atom(), (16, spec.intermediate, 1, 2 * spec.stages), (1, 0, 2, 3)
+    )
+
+
+def down_group_layout(spec: MoeSpec):
+    """Ring as stacked experts: (4 x 16 columns, N, stage pairs); the bytes of four down boxes."""
+    return cute.tile_to_shape(
+        swizzle_atom(), (UNIT_ROWS, spec.intermediate, spec.stages // 2), (1, 0, 2)
+    )
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Views of shared memory. `_` pointers are mbarriers; sizes are in elements."""
+
+    up: cute.Tensor  # ring, (64, 256, stages) e4m3
+    down_box: cute.Tensor  # the same bytes, (16, N, 1, 2 stages)
+    down_group: cute.Tensor  # the same bytes, (64, N, stages / 2)
+    x: cute.Tensor  # (8, K) e4m3, swizzled
+    x_bytes: cute.Pointer
+    h: cute.Tensor  # (8, N, chunks) e4m3, swizzled
+    h_bytes: cute.Pointer
+    x_scale: cute.Tensor  # [K/128][8] fp32
+    h_scale: cute.Tensor  # [chunks][N/128][8] fp32
+    up_scale: cute.Tensor  # [own units][gate, up][K/128] fp32
+    down_scale: cute.Tensor  # [own column blocks][expert index][N/128] fp32
+    partial: cute.Tensor  # [pair][16] fp32
+    weight: cute.Tensor  # [pair] fp32
+    pick: cute.Tensor  # [pair] expert id
+    mask: cute.Tensor  # [expert id] bit t: token t uses it
+    index: cute.Tensor  # [expert id] position in `experts`
+    experts: cute.Tensor  # [active] expert id
+    slot_of: cute.Tensor  # [active][8 tokens] slot k or -1
+    chunk_base: cute.Tensor  # [active + 1] first chunk of the expert's group
+    pos_base: cute.Tensor  # [active] pairs before the expert in its group
+    chunk_rows: cute.Tensor  # [chunks][8] pair | position in group << 8, or -1
+    meta: cute.Tensor
+    full: cute.Pointer
+    empty: cute.Pointer
+    h_ready: cute.Pointer
+    lists: cute.Pointer
+    scales: cute.Pointer
+    gate: cute.Pointer
+
+
+def allocate(spec: MoeSpec) -> Shared:
+    """Lay out shared memory (the same addresses in every thread)."""
+    sm = SmemAllocator()
+
+    def words(dtype, n):
+        return cute.make_tensor(sm.allocate_array(dtype, n, byte_alignment=16), cute.make_layout(n))
+
+    def swizzled(ptr, layout):
+        return cute.make_tensor(cute.recast_ptr(ptr, layout.inner, Float8E4M3FN), layout.outer)
+
+    ring = sm.allocate_array(Float8E4M3FN, spec.stages * STAGE_BYTES, byte_alignment=1024)
+    x = sm.allocate_array(Float8E4M3FN, 8 * spec.hidden, byte_alignment=1024)
+    h = sm.allocate_array(Float8E4M3FN, 8 * spec.intermediate * MAX_CHUNKS, byte_alignment=1024)
+    x_layout = cute.tile_to_shape(swizzle_atom(), (8, spec.hidden), (0, 1))
+    h_layout = cute.tile_to_shape(swizzle_atom(), (8, spec.intermediate, MAX_CHUNKS), (0, 1, 2))
+    bars = sm.allocate_array(Int64, 2 * spec.stages + MAX_CHUNKS + 3, byte_alignment=16)
+    tail = bars + 2 * spec.stages + MAX_CHUNKS
+    return Shared(
+        up=swizzled(ring, up_layout(spec)),
+        down_box=swizzled(ring, down_box_layout(spec)),
+        down_group=swizzled(ring, down_group_layout(spec)),
+        x=swizzled(x, x_layout),
+        x_bytes=x,
+        h=swizzled(h, h_layout),
+        h_bytes=h,
+        x_scale=words(Float32, spec.k_blocks * 8),
+        h_scale=words(Float32, MAX_CHUNKS * spec.h_blocks * 8),
+        up_scale=words(Float32, spec.max_own_units * 2 * spec.k_blocks),
+        down_scale=words(Float32, spec.max_own_columns * PAIRS * spec.h_blocks),
+        partial=words(Float32, PAIRS * 16),
+        weight=words(Float32, PAIRS),
+        pick=words(Int32, PAIRS),
+        mask=words(Int32, spec.num_experts),
+        index=words(Int32, spec.num_experts),
+        experts=words(Int32, PAIRS),
+        slot_of=words(Int32, PAIRS * 8),
+        chunk_base=words(Int32, PAIRS + 1),
+        pos_base=words(Int32, PAIRS),
+        chunk_rows=words(Int32, MAX_CHUNKS * 8),
+        meta=words(Int32, NUM_META),
+        full=bars,
+        empty=bars + spec.stages,
+        h_ready=bars + 2 * spec.stages,
+        lists=tail,
+        scales=tail + 1,
+        gate=tail + 2,
+    )
+
+
+@cute.jit
+def init_barriers(shared: Shared, spec: cutlass.Constexpr):
+    """Initialise every mbarrier; one thread, before the CTA-wide barrier."""
+    for s in cutlass.range_constexpr(spec.stages):
+        cute.arch.mbarrier_init(shared.full + s, 1)
+        cute.arch.mbarrier_init(shared.empty + s, CONSUMER_WARPS)
+    for c in cutlass.range_constexpr(MAX_CHUNKS):
+        cute.arch.mbarrier_init(shared.h_ready + c, LOADER_WARPS)
+    cute.arch.mbarrier_init(shared.lists, 1)
+    cute.arch.mbarrier_init(shared.scales, 1)
+    cute.arch.mbarrier_init(shared.gate, 1)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def arrive_warp(bar: cute.Pointer):
+    """One arrival for the calling warp, after the work of all of its lanes."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bar)
+
+
+def k_blocks_per_stage() -> int:
+    """Quantisation blocks of one up stage."""
+    return STAGE_BYTES // UNIT_ROWS // BLOCK

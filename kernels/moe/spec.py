@@ -1,0 +1,117 @@
+"""Shape, options and geometry of the one-launch MoE kernel: the compile key. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_TOKENS = 8
+MAX_TOP_K = 8
+BLOCK = 128  # features that share one quantisation scale
+STAGE_BYTES = 16 * 1024
+UNIT_ROWS = 64  # rows of one up unit: 32 gate and 32 up rows, interleaved by 8
+DOWN_COLS = 16  # output columns of one down column block
+GROUP = 4  # experts stacked in one down WGMMA
+PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
+MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
+MAX_GRID = 256  # epoch words kept in the scratchpad
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """One compiled variant. `raw_rows`: gate rows then up rows; False: interleaved by 8 rows."""
+
+    num_experts: int = 256
+    hidden: int = 2048
+    intermediate: int = 512
+    top_k: int = 8
+    scoring: str = "softmax"
+    renormalize: bool = True
+    logits_dtype: str = "bfloat16"
+    scales_up_dtype: str = "float32"
+    scales_down_dtype: str = "float32"
+    raw_rows: bool = True
+    grid: int = 132
+    stages: int = 6
+
+    def __post_init__(self) -> None:
+        if (self.num_experts, self.hidden, self.intermediate) != (256, 2048, 512):
+            raise ValueError(
+                "num_experts, hidden, intermediate: expected 256, 2048, 512, got "
+                f"{self.num_experts}, {self.hidden}, {self.intermediate}"
+            )
+        if not 1 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k: expected 1..{MAX_TOP_K}, got {self.top_k}")
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring: expected 'softmax' or 'sigmoid', got {self.scoring!r}")
+        if not 1 <= self.grid <= MAX_GRID:
+            raise ValueError(f"grid: expected 1..{MAX_GRID}, got {self.grid}")
+        if self.stages % 2:
+            raise ValueError(f"stages: expected an even number, got {self.stages}")
+
+    @property
+    def k_blocks(self) -> int:
+        """128-feature blocks of the hidden size."""
+        return self.hidden // BLOCK
+
+    @property
+    def h_blocks(self) -> int:
+        """128-feature blocks of the intermediate size."""
+        return self.intermediate // BLOCK
+
+    @property
+    def units_per_expert(self) -> int:
+        """Up units of 64 rows in one expert."""
+        return 2 * self.intermediate // UNIT_ROWS
+
+    @property
+    def unit_stages(self) -> int:
+        """Ring stages of one up unit: 64 rows x 256 features of FP8 a stage."""
+        return UNIT_ROWS * self.hidden // STAGE_BYTES
+
+    @property
+    def max_own_units(self) -> int:
+        """Most up units that one CTA can get (every pair its own expert)."""
+        return -(-PAIRS * self.units_per_expert // self.grid)
+
+    @property
+    def column_blocks(self) -> int:
+        """Down column blocks of 16 output columns."""
+        return self.hidden // DOWN_COLS
+
+    @property
+    def max_own_columns(self) -> int:
+        """Most column blocks that one CTA owns."""
+        return -(-self.column_blocks // self.grid)
+
+    @property
+    def h_words(self) -> int:
+        """32-bit words (two bf16) of one parity of the h buffer."""
+        return PAIRS * self.intermediate // 2
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA; the compile checks compare it with the kernel's."""
+        tiles = self.stages * STAGE_BYTES + 8 * self.hidden + MAX_CHUNKS * 8 * self.intermediate
+        words = (
+            self.k_blocks * 8
+            + MAX_CHUNKS * self.h_blocks * 8
+            + self.max_own_units * 2 * self.k_blocks
+            + self.max_own_columns * PAIRS * self.h_blocks
+            + PAIRS * (DOWN_COLS + 2)  # partial, weight, pick
+            + 2 * self.num_experts  # mask, index
+            + PAIRS * (1 + 8 + 1)  # experts, slot_of, pos_base
+            + _round_up(PAIRS + 1, 4)  # chunk_base
+            + MAX_CHUNKS * 8  # chunk_rows
+            + 4  # meta
+        )
+        barriers = 8 * (2 * self.stages + MAX_CHUNKS + 3)
+        return _round_up(tiles + _round_up(barriers, 16) + 4 * words, 16)
+
+    @property
+    def scratch_regions(self) -> tuple[tuple[str, int], ...]:
+        """(name, bytes) of the scratchpad; all zeroed once, then kept in order by the kernel."""
+        return (("h", 2 * 4 * self.h_words), ("epoch", 4 * MAX_GRID))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

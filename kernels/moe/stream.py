@@ -1,0 +1,142 @@
+"""The weight stream: one producer warp walks this CTA's up units, then its down groups, by TMA.
+
+The ring never drains between the two: down weights depend on the routing alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from cute_moe.kernels.moe.memory import Shared, arrive_warp
+from cute_moe.kernels.moe.routing import load_keys, pop_best
+from cute_moe.kernels.moe.spec import STAGE_BYTES
+
+EVICT_FIRST = 0x12F0000000000000
+
+
+class Weights(NamedTuple):
+    """TMA atoms and coordinate tensors of both weight tensors."""
+
+    up_atom: cute.CopyAtom
+    up: cute.Tensor
+    down_atom: cute.CopyAtom
+    down: cute.Tensor
+
+
+@cute.jit
+def acquire(shared: Shared, step: Int32, num_bytes: Int32, spec: cutlass.Constexpr):
+    """Wait until the stage of ring step `step` is free, then announce `num_bytes`."""
+    stage = step % spec.stages
+    cute.arch.mbarrier_wait(shared.empty + stage, ((step // spec.stages) & 1) ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + stage, num_bytes)
+
+
+@cute.jit
+def first_expert(logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+    """Expert of this CTA's first unit, from token 0 alone where possible: (expert, has one)."""
+    cta, _, _ = cute.arch.block_idx()
+    rank = cta // spec.units_per_expert
+    expert = Int32(0)
+    has = Boolean(True)
+    if rank < spec.top_k:
+        keys = load_keys(logits, Int32(0))
+        for _ in cutlass.range(rank + 1, unroll=1):
+            _, expert = pop_best(keys)
+    else:
+        cute.arch.mbarrier_wait(shared.lists, 0)
+        has = Boolean(rank < shared.meta[0])
+        if has:
+            expert = shared.experts[rank]
+    return expert, has
+
+
+@cute.jit
+def stream_up(weights: Weights, logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+    """Issue every up unit of this CTA; returns the number of ring steps taken."""
+    cta, _, _ = cute.arch.block_idx()
+    tiles = cute.local_tile(weights.up, up_box(spec), (None, None))
+    dst, src = cpasync.tma_partition(
+        weights.up_atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(shared.up, 0, 2),
+        cute.group_modes(tiles, 0, 2),
+    )
+    per_expert = cutlass.const_expr(spec.units_per_expert)
+    expert, has = first_expert(logits, shared, spec)
+    unit = Int32(cta)
+    step = Int32(0)
+    while has:
+        for s in cutlass.range(spec.unit_stages, unroll=1):
+            acquire(shared, step, Int32(STAGE_BYTES), spec)
+            stage = step % spec.stages
+            part = unit % per_expert
+            if cutlass.const_expr(spec.raw_rows):
+                coord = ((0, expert, part), (0, s))
+            else:
+                coord = ((0, 0, expert * per_expert + part), (0, s))
+            cute.copy(
+                weights.up_atom,
+                src[(None, *coord)],
+                dst[None, stage],
+                tma_bar_ptr=shared.full + stage,
+                cache_policy=Int64(EVICT_FIRST),
+            )
+            step = step + 1
+        unit = unit + spec.grid
+        cute.arch.mbarrier_wait(shared.lists, 0)
+        has = Boolean(unit // per_expert < shared.meta[0])
+        if has:
+            expert = shared.experts[unit // per_expert]
+    return step
+
+
+def up_box(spec):
+    """TMA tile of the up weights: 4 x (8 gate rows, 8 up rows) by two blocks of 128."""
+    return (8, 2, 4), (128, 2)
+
+
+@cute.jit
+def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Constexpr):
+    """Issue this CTA's 16 output columns of every active expert, two experts a stage."""
+    cta, _, _ = cute.arch.block_idx()
+    tiles = cute.local_tile(weights.down, ((8, 2), (128, spec.h_blocks), 1), (None, None, None))
+    dst, src = cpasync.tma_partition(
+        weights.down_atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(shared.down_box, 0, 3),
+        cute.group_modes(tiles, 0, 3),
+    )
+    active = shared.meta[0]
+    stages = (active + 3) // 4 * 2
+    for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
+        for s in cutlass.range(stages, unroll=1):
+            left = cutlass.max(cutlass.min(active - 2 * s, 2), 0)
+            acquire(shared, step, left * (STAGE_BYTES // 2), spec)
+            stage = step % spec.stages
+            for i in cutlass.range(left, unroll=1):
+                expert = shared.experts[2 * s + i]
+                cute.copy(
+                    weights.down_atom,
+                    src[None, (0, column), (0, 0), expert],
+                    dst[None, 2 * stage + i],
+                    tma_bar_ptr=shared.full + stage,
+                    cache_policy=Int64(EVICT_FIRST),
+                )
+            step = step + 1
+
+
+@cute.jit
+def produce(weights: Weights, logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+    """The producer warp's whole life."""
+    step = stream_up(weights, logits, shared, spec)
+    arrive_warp(shared.gate)
+    cute.arch.mbarrier_wait(shared.lists, 0)
+    stream_down(weights, step, shared, spec)

@@ -1,0 +1,156 @@
+"""Phase 3: up-projection, SiLU(gate) * up and the hand-over of h; two consumer warpgroups.
+
+The warpgroups take units in turn; both wait for and release every ring stage, so that the
+parities that they wait for never alias.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from cute_moe.kernels.moe.memory import Shared, arrive_warp, k_blocks_per_stage
+
+
+def tiled_mma():
+    """One warpgroup's FP8 WGMMA m64n8k32, weights as A, activations as B."""
+    op = warpgroup.MmaF8Op(
+        Float8E4M3FN,
+        Float8E4M3FN,
+        Float32,
+        (64, 8, 32),
+        warpgroup.OperandSource.SMEM,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+    )
+    return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
+
+
+@cute.jit
+def issue_blocks(mma: cute.TiledMma, accs, a: cute.Tensor, b: cute.Tensor, b_first: Int32):
+    """Start the WGMMAs of len(accs) blocks of 128; a, b: (MMA, 1, 4 per block), b from b_first."""
+    warpgroup.fence()
+    for block in cutlass.range_constexpr(len(accs)):
+        for k in cutlass.range_constexpr(4):
+            mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+            cute.gemm(
+                mma,
+                accs[block],
+                a[None, None, 4 * block + k],
+                b[None, None, b_first + 4 * block + k],
+                accs[block],
+            )
+    warpgroup.commit_group()
+
+
+@cute.jit
+def skip_stages(count: cutlass.Constexpr, step: Int32, shared: Shared, spec: cutlass.Constexpr):
+    """Wait for and release `count` stages that the other warpgroup works on."""
+    for _ in cutlass.range(count, unroll=1):
+        stage = step % spec.stages
+        cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
+        arrive_warp(shared.empty + stage)
+        step = step + 1
+    return step
+
+
+@cute.jit
+def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr):
+    """Gate and up sums of one unit: (rmem fp32 [4]: gate of two tokens, up of the same, step)."""
+    mma = tiled_mma()
+    thread = mma.get_slice(tid)
+    a = mma.make_fragment_A(thread.partition_A(shared.up))
+    b = mma.make_fragment_B(thread.partition_B(shared.x))
+    accs = [mma.make_fragment_C(mma.partition_shape_C((64, 8))) for _ in range(2)]
+    total = cute.make_rmem_tensor(4, Float32)
+    total.fill(0.0)
+    column = 2 * (tid & 3)
+    for s in cutlass.range(spec.unit_stages, unroll=1):
+        stage = step % spec.stages
+        cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
+        issue_blocks(mma, accs, a[None, None, None, stage], b, 8 * s)
+        scale = cute.make_rmem_tensor((4, 2), Float32)
+        for block in cutlass.range_constexpr(k_blocks_per_stage()):
+            kb = 2 * s + block
+            gate = shared.up_scale[own * 32 + kb]
+            up = shared.up_scale[own * 32 + 16 + kb]
+            for i in cutlass.range_constexpr(2):
+                x_scale = shared.x_scale[kb * 8 + column + i]
+                scale[i, block] = gate * x_scale
+                scale[2 + i, block] = up * x_scale
+        warpgroup.wait_group(0)
+        arrive_warp(shared.empty + stage)
+        for block in cutlass.range_constexpr(k_blocks_per_stage()):
+            for i in cutlass.range_constexpr(4):
+                total[i] = total[i] + accs[block][i] * scale[i, block]
+        step = step + 1
+    return total, step
+
+
+@cute.jit
+def silu_mul(gate: Float32, up: Float32) -> Float32:
+    """SiLU(gate) * up."""
+    sigmoid = cute.arch.rcp_approx(
+        Float32(1.0) + cute.math.exp2(gate * Float32(-1.44269504), fastmath=True)
+    )
+    return gate * sigmoid * up
+
+
+@cute.jit
+def publish_h(
+    total: cute.Tensor,
+    unit: Int32,
+    tid: Int32,
+    h_words: cute.Pointer,
+    shared: Shared,
+    spec: cutlass.Constexpr,
+):
+    """Store h of a unit's 32 features for the tokens routed to its expert.
+
+    Each 32-bit word (two bf16) is its own ready flag, 0 meaning "not yet": +0.0 travels as -0.0.
+    """
+    lane = tid & 31
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair[0] = silu_mul(total[0], total[2])
+    pair[1] = silu_mul(total[1], total[3])
+    rounded = cute.make_rmem_tensor(2, BFloat16)
+    rounded.store(pair.load().to(BFloat16))
+    word = cute.recast_tensor(rounded, Int32)[0]
+    # From (feature lane/4, tokens 2 (lane%4) + {0, 1}) to (token lane/4, two features).
+    word = cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
+        write_only_types=[Int32],
+        read_only_args=[word],
+    )
+    if (word & 0xFFFF) == 0:
+        word = word | 0x8000
+    if (word & Int32(-65536)) == 0:
+        word = word | Int32(-(2**31))
+    token = lane >> 2
+    slot = shared.slot_of[(unit // spec.units_per_expert) * 8 + token]
+    if slot >= 0:
+        feature = (unit % spec.units_per_expert) * 32 + (tid >> 5) * 8 + 2 * (lane & 3)
+        address = h_words + ((token * 8 + slot) * spec.intermediate + feature) // 2
+        cute.arch.store(address, word, sem="relaxed", scope="gpu")
+
+
+@cute.jit
+def up_phase(
+    tid: Int32, group: Int32, h_words: cute.Pointer, shared: Shared, spec: cutlass.Constexpr
+):
+    """All up units of this CTA; returns the ring step after them."""
+    cta, _, _ = cute.arch.block_idx()
+    units = shared.meta[0] * spec.units_per_expert
+    h_out = h_words + shared.meta[2] * spec.h_words
+    step = Int32(0)
+    own = Int32(0)
+    for unit in cutlass.range(cta, units, spec.grid, unroll=1):
+        if (own & 1) == group:
+            total, step = up_unit(own, step, tid, shared, spec)
+            publish_h(total, unit, tid, h_out, shared, spec)
+        else:
+            step = skip_stages(spec.unit_stages, step, shared, spec)
+        own = own + 1
+    return step

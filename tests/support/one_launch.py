@@ -1,0 +1,23 @@
+"""Three launches at M = 1 and M = 8, checked: the program to run under compute-sanitizer."""
+
+import torch
+from moe_cases import make_inputs, make_weights, relative_error
+
+import cute_moe
+from cute_moe import reference
+
+
+def main() -> None:
+    device = torch.device("cuda", 0)
+    weights = make_weights(device).quantised
+    pad = cute_moe.alloc_scratchpad(device)
+    for tokens in (1, 8):
+        x, logits = make_inputs(tokens, "random", device)
+        for _ in range(3):
+            got = cute_moe.mono_moe(x, logits, *weights, 8, scratchpad=pad)
+        want = reference.moe_block_fp8(x, logits, *weights, 8, "softmax", True)
+        print(f"M = {tokens}: relative error {relative_error(got, want):.4f}")
+
+
+if __name__ == "__main__":
+    main()

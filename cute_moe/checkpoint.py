@@ -31,6 +31,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
 ROUTER_DTYPES = (torch.bfloat16, torch.float32)
 
+PACKED_NAMES = ("gate_up_proj", "down_proj")
+
 Shape = tuple[int, ...]
 
 
@@ -140,7 +142,7 @@ def load_layer(
     _check_block_size(config)
     with CheckpointReader(directory) as reader:
         prefix = _find_layer(reader, layer)
-        packed = f"{prefix}.experts.gate_up_proj" in reader
+        packed = any(f"{prefix}.experts.{name}" in reader for name in PACKED_NAMES)
         source = (_Packed if packed else _PerExpert)(reader, prefix, _expert_count(config))
         with _progress_bar(f"layer {layer}", source.nbytes, progress) as advance:
             return source.read(torch.device(device or "cpu"), advance)

@@ -1,5 +1,6 @@
 """A torch module that holds one block-FP8 MoE layer and runs it with `mono_moe`."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,11 @@ class MoELayer(torch.nn.Module):
                 "router_logits: expected the leading sizes of hidden_states, "
                 f"{list(hidden_states.shape[:-1])}; got {list(router_logits.shape)}"
             )
-        x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        logits = router_logits.reshape(-1, router_logits.shape[-1]).contiguous()
+        tokens = math.prod(hidden_states.shape[:-1])
+        x = hidden_states.reshape(tokens, hidden_states.shape[-1]).contiguous()
+        logits = router_logits.reshape(tokens, router_logits.shape[-1]).contiguous()
         out = torch.empty_like(x)
-        for first in range(0, max(len(x), 1), MAX_TOKENS):
+        for first in range(0, max(tokens, 1), MAX_TOKENS):
             rows = slice(first, first + MAX_TOKENS)
             self._run(x[rows], logits[rows], out[rows])
         return out.view(hidden_states.shape)
@@ -94,7 +96,9 @@ class MoELayer(torch.nn.Module):
         """
         if self.router_weight is None:
             raise RuntimeError("router_weight: the checkpoint of this layer has no router")
-        return torch.nn.functional.linear(hidden_states, self.router_weight)
+        return torch.nn.functional.linear(
+            hidden_states.to(self.router_weight.dtype), self.router_weight
+        )
 
     def extra_repr(self) -> str:
         """Sizes and routing, for `print`."""

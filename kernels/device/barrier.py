@@ -29,8 +29,8 @@ from cutlass import Boolean, Int32
 SLOT_BYTES = 128  # One L2 line per slot: barriers in use at the same time do not share a line.
 SLOT_WORDS = SLOT_BYTES // 4
 SENSE_BIT = -(1 << 31)  # Bit 31 of an Int32.
-# A poll is a round trip to L2, at least 0.4 us: the limit is beyond ten seconds of waiting.
-POLL_LIMIT = 1 << 25
+# A poll is a round trip to L2, well over 0.1 us: the limit is many seconds of waiting.
+POLL_LIMIT = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Threads:
         whole_cta = self.count is None
         if whole_cta and (self.first, self.named_barrier) != (0, 0):
             raise ValueError(f"count: expected a number of threads, got None in {self}")
-        if not whole_cta and (self.count % 32 or self.first % 32 or not self.named_barrier):
+        named = 0 < self.named_barrier < 16
+        if not whole_cta and (self.count % 32 or self.first % 32 or not named):
             raise ValueError(f"expected whole warps and a named barrier of 1..15, got {self}")
 
 
@@ -72,6 +73,15 @@ def seed_increment(arrival_count: int | Int32) -> int | Int32:
 
 
 @cute.jit
+def increment_of(arrival_count: Int32, is_seed: Boolean) -> Int32:
+    """What a CTA adds to the slot when it arrives."""
+    increment = Int32(1)
+    if is_seed:
+        increment = Int32(seed_increment(arrival_count))
+    return increment
+
+
+@cute.jit
 def arrive(slot: cute.Pointer, arrival_count: Int32, is_seed: Boolean):
     """Arrive at `slot`'s current round and return a ticket for `wait`; one thread per CTA calls.
 
@@ -79,9 +89,7 @@ def arrive(slot: cute.Pointer, arrival_count: Int32, is_seed: Boolean):
     makes them the whole CTA's). Exactly one of the round's `arrival_count` CTAs is the seed. A
     ticket must be waited for before the CTA arrives at `slot` again.
     """
-    increment = Int32(1)
-    if is_seed:
-        increment = Int32(seed_increment(arrival_count))
+    increment = increment_of(arrival_count, is_seed)
     # acq_rel: the last CTA to arrive sees the flip in its own result and does not poll at all.
     before = cute.arch.atomic_add(slot, increment, sem="acq_rel", scope="gpu")
     return before, before + increment
@@ -94,9 +102,7 @@ def signal(slot: cute.Pointer, arrival_count: Int32, is_seed: Boolean):
     Nothing comes back from memory, so it is cheaper than `arrive`. At the next arrival the CTA
     must know that this round is complete, for example by `wait_parity` or the kernel boundary.
     """
-    increment = Int32(1)
-    if is_seed:
-        increment = Int32(seed_increment(arrival_count))
+    increment = increment_of(arrival_count, is_seed)
     cute.arch.red(slot, increment, op="add", dtype="s32", sem="release", scope="gpu")
 
 

@@ -12,16 +12,16 @@ from cutlass import Float32, Int32
 
 from cute_moe.kernels.moe.memory import Shared, arrive_warp
 from cute_moe.kernels.moe.spec import DOWN_COLS, PAIRS
-from cute_moe.kernels.moe.up import issue_blocks, skip_stages, tiled_mma
+from cute_moe.kernels.moe.up import accumulators, block_sum, issue, skip_stages, tiled_mma
 
 
 @cute.jit
 def down_chunk(chunk: Int32, tid: Int32, scale_base: Int32, operands, shared: Shared):
     """One chunk of eight pairs against one group; partial sums of its pairs to shared memory."""
     mma, a, b, accs = operands
-    blocks = cutlass.const_expr(len(accs))
+    blocks = cutlass.const_expr(len(accs) // 4)
     cute.arch.mbarrier_wait(shared.h_ready + chunk, 0)
-    issue_blocks(mma, accs, a, b[None, None, None, chunk], Int32(0))
+    issue(mma, accs, a, b[None, None, None, chunk], Int32(0))
     warp = tid >> 5
     lane = tid & 31
     column = 2 * (lane & 3)
@@ -36,7 +36,7 @@ def down_chunk(chunk: Int32, tid: Int32, scale_base: Int32, operands, shared: Sh
     total.fill(0.0)
     for block in cutlass.range_constexpr(blocks):
         for i in cutlass.range_constexpr(4):
-            total[i] = total[i] + accs[block][i] * scale[i & 1, block]
+            total[i] = total[i] + block_sum(accs, block, i) * scale[i & 1, block]
     for i in cutlass.range_constexpr(2):
         entry = shared.chunk_rows[chunk * 8 + column + i]
         if (entry >> 8) == warp:
@@ -54,7 +54,7 @@ def down_group(
     thread = mma.get_slice(tid)
     a = mma.make_fragment_A(thread.partition_A(shared.down_group))
     b = mma.make_fragment_B(thread.partition_B(shared.h))
-    accs = [mma.make_fragment_C(mma.partition_shape_C((64, 8))) for _ in range(spec.h_blocks)]
+    accs = accumulators(mma, spec.h_blocks)
     stage = step % spec.stages
     for i in cutlass.range_constexpr(2):
         cute.arch.mbarrier_wait(shared.full + stage + i, (step // spec.stages) & 1)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_moe.kernels.device.quant import quantize, swizzled_offset, unpack_bf16
-from cute_moe.kernels.moe.memory import LOADER_WARPS, Shared, arrive_warp
+from cute_moe.kernels.moe.memory import LOADER_WARPS, Shared
 
 POLL_LIMIT = 1 << 24  # polls of about 1 us each before a lost writer traps
 
@@ -39,7 +39,7 @@ def load_row(address: cute.Pointer, words: cute.Tensor):
 def wait_rows(
     h_in: cute.Pointer, first: Int32, warp: Int32, shared: Shared, spec: cutlass.Constexpr
 ):
-    """Poll four words of each of this warp's rows in chunks first .. first + 7 until all are set."""
+    """Poll four words of each of this warp's rows in chunks first .. first + 7 until set."""
     lane = cute.arch.lane_idx()
     entry = shared.chunk_rows[chunk_slot(first + (lane >> 2), warp)]
     pair = entry & 0xFF
@@ -86,7 +86,7 @@ def stage_row(
         if (lane & 7) == 0:
             shared.h_scale[(chunk * spec.h_blocks + (lane >> 3)) * 8 + row] = scale
         cute.arch.fence_view_async_shared()
-    arrive_warp(shared.h_ready + chunk)
+    cute.arch.mbarrier_arrive(shared.h_ready + chunk)
 
 
 @cute.jit

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_moe.kernels.moe.memory import Shared, arrive_warp
+from cute_moe.kernels.moe.memory import Shared
 from cute_moe.kernels.moe.spec import MAX_CHUNKS, PAIRS
 
 
@@ -60,7 +60,7 @@ def build_lists(num_tokens: Int32, epoch: Int32, shared: Shared, spec: cutlass.C
         shared.meta[1] = chunks
         shared.meta[2] = epoch & 1
         shared.chunk_base[PAIRS] = chunks
-    arrive_warp(shared.lists)
+    cute.arch.mbarrier_arrive(shared.lists)
 
 
 @cute.jit
@@ -123,4 +123,4 @@ def load_scales(
                 down[i] = scales_down[shared.experts[index], block, lane & 3].to(Float32)
         for i in cutlass.range_constexpr(down_each):
             shared.down_scale[c * PAIRS * spec.h_blocks + lane + 32 * i] = down[i]
-    arrive_warp(shared.scales)
+    cute.arch.mbarrier_arrive(shared.scales)

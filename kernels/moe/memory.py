@@ -130,10 +130,12 @@ def init_barriers(shared: Shared, spec: cutlass.Constexpr):
     for s in cutlass.range_constexpr(spec.stages):
         cute.arch.mbarrier_init(shared.full + s, 1)
         cute.arch.mbarrier_init(shared.empty + s, CONSUMER_WARPS)
+    # Writers arrive one by one, each for its own stores: the happens-before is then plain to
+    # race checkers too, which do not follow a warp barrier into one lane's arrival.
     for c in cutlass.range_constexpr(MAX_CHUNKS):
-        cute.arch.mbarrier_init(shared.h_ready + c, LOADER_WARPS)
-    cute.arch.mbarrier_init(shared.lists, 1)
-    cute.arch.mbarrier_init(shared.scales, 1)
+        cute.arch.mbarrier_init(shared.h_ready + c, 32 * LOADER_WARPS)
+    cute.arch.mbarrier_init(shared.lists, 32)
+    cute.arch.mbarrier_init(shared.scales, 32)
     cute.arch.mbarrier_init(shared.gate, 1)
     cute.arch.mbarrier_init_fence()
 

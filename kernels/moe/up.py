@@ -28,21 +28,29 @@ def tiled_mma():
     return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
 
 
+def accumulators(mma: cute.TiledMma, blocks: int) -> list[cute.Tensor]:
+    """One accumulator for every WGMMA of `blocks` blocks of 128."""
+    return [mma.make_fragment_C(mma.partition_shape_C((64, 8))) for _ in range(4 * blocks)]
+
+
 @cute.jit
-def issue_blocks(mma: cute.TiledMma, accs, a: cute.Tensor, b: cute.Tensor, b_first: Int32):
-    """Start the WGMMAs of len(accs) blocks of 128; a, b: (MMA, 1, 4 per block), b from b_first."""
+def issue(mma: cute.TiledMma, accs, a: cute.Tensor, b: cute.Tensor, b_first: Int32):
+    """Start one WGMMA (K = 32) into each accumulator; a, b: (MMA, 1, K / 32), b from b_first.
+
+    None accumulates onto another: the FP8 accumulator keeps fewer bits than fp32.
+    """
     warpgroup.fence()
-    for block in cutlass.range_constexpr(len(accs)):
-        for k in cutlass.range_constexpr(4):
-            mma.set(warpgroup.Field.ACCUMULATE, k != 0)
-            cute.gemm(
-                mma,
-                accs[block],
-                a[None, None, 4 * block + k],
-                b[None, None, b_first + 4 * block + k],
-                accs[block],
-            )
+    mma.set(warpgroup.Field.ACCUMULATE, False)
+    for k in cutlass.range_constexpr(len(accs)):
+        cute.gemm(mma, accs[k], a[None, None, k], b[None, None, b_first + k], accs[k])
     warpgroup.commit_group()
+
+
+@cute.jit
+def block_sum(accs, block: cutlass.Constexpr, i: cutlass.Constexpr) -> Float32:
+    """Element i of the fp32 sum over the four WGMMAs of a block of 128."""
+    first = cutlass.const_expr(4 * block)
+    return (accs[first][i] + accs[first + 1][i]) + (accs[first + 2][i] + accs[first + 3][i])
 
 
 @cute.jit
@@ -63,14 +71,14 @@ def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.C
     thread = mma.get_slice(tid)
     a = mma.make_fragment_A(thread.partition_A(shared.up))
     b = mma.make_fragment_B(thread.partition_B(shared.x))
-    accs = [mma.make_fragment_C(mma.partition_shape_C((64, 8))) for _ in range(2)]
+    accs = accumulators(mma, k_blocks_per_stage())
     total = cute.make_rmem_tensor(4, Float32)
     total.fill(0.0)
     column = 2 * (tid & 3)
     for s in cutlass.range(spec.unit_stages, unroll=1):
         stage = step % spec.stages
         cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
-        issue_blocks(mma, accs, a[None, None, None, stage], b, 8 * s)
+        issue(mma, accs, a[None, None, None, stage], b, 8 * s)
         scale = cute.make_rmem_tensor((4, 2), Float32)
         for block in cutlass.range_constexpr(k_blocks_per_stage()):
             kb = 2 * s + block
@@ -84,7 +92,7 @@ def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.C
         arrive_warp(shared.empty + stage)
         for block in cutlass.range_constexpr(k_blocks_per_stage()):
             for i in cutlass.range_constexpr(4):
-                total[i] = total[i] + accs[block][i] * scale[i, block]
+                total[i] = total[i] + block_sum(accs, block, i) * scale[i, block]
         step = step + 1
     return total, step
 

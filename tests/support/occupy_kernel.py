@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Int32, Int64, Uint8
-from cutlass.cute.runtime import make_fake_stream
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_moe.host.compile import compile_cached
@@ -18,8 +20,8 @@ class OccupySpec:
 
 
 @cute.kernel
-def occupy_kernel(nanoseconds: Int32, spec: OccupySpec):
-    SmemAllocator().allocate_array(Uint8, spec.smem)
+def occupy_kernel(nanoseconds: Int32, smem: cutlass.Constexpr):
+    SmemAllocator().allocate_array(Uint8, smem)
     start = Int64(cute.arch.globaltimer())
     now = start
     while now - start < nanoseconds:
@@ -28,17 +30,20 @@ def occupy_kernel(nanoseconds: Int32, spec: OccupySpec):
 
 
 @cute.jit
-def launch_occupy(sms: Int32, nanoseconds: Int32, stream):
-    occupy_kernel(nanoseconds, OccupySpec()).launch(
+def launch_occupy(where: cute.Tensor, sms: Int32, nanoseconds: Int32, stream):
+    occupy_kernel(nanoseconds, OccupySpec().smem).launch(
         grid=(sms, 1, 1), block=(32, 1, 1), stream=stream
     )
 
 
 def build(options: str):
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(launch_occupy, Int32(1), Int32(1), stream, options=options)
+    # The launch takes its device and stream from a tensor argument; the kernel does not read it.
+    where = make_fake_compact_tensor(Uint8, (1,), stride_order=(0,))
+    return cute.compile(launch_occupy, where, Int32(1), Int32(1), stream, options=options)
 
 
 def occupy(sms: int, nanoseconds: int) -> None:
     """Hold `sms` SMs for `nanoseconds` on torch's current stream."""
-    compile_cached(OccupySpec(), build)(sms, nanoseconds)
+    where = torch.empty(1, dtype=torch.uint8, device="cuda")
+    compile_cached(OccupySpec(), build)(where, sms, nanoseconds)

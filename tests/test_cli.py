@@ -1,0 +1,184 @@
+"""The command line: doctor's facts and verdicts, the demo at small size, usage errors."""
+
+import argparse
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from cute_moe import __main__ as cli
+from cute_moe import demo, doctor, reference
+from cute_moe import layer as layer_module
+from cute_moe.demo import DemoOptions, Row, run_demo
+from cute_moe.host.report import KernelReport
+from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+
+SMALL = LayerShape(num_experts=8, hidden=256, intermediate=128, top_k=2)
+SOUND = KernelReport(
+    name="kernel_0",
+    registers=96,
+    stack_bytes=0,
+    spill_bytes=0,
+    smem_bytes=200_000,
+    counts=Counter({"QGMMA": 24, "UTMALDG": 2}),
+    notes=(),
+    seconds=1.5,
+)
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo as on a machine without a GPU, with layers of any shape."""
+
+    def mono_moe(*arguments, out, scratchpad):
+        out.copy_(reference.moe_block_fp8(*arguments))
+
+    monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
+    monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
+
+
+def printed(console: Console) -> str:
+    return " ".join(console.file.getvalue().split())
+
+
+def small_options(**changes) -> DemoOptions:
+    return DemoOptions(tokens=(1, 2, 9), shape=SMALL, **changes)
+
+
+def test_demo_writes_reads_and_checks(on_cpu, console, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path))
+    assert run_demo(small_options(), console) == 0
+    text = printed(console)
+    assert "The kernel cannot run here: needs an sm_90 (Hopper) GPU" in text
+    assert "CPU reference" in text and "wrote a checkpoint" in text
+    assert "experts=8, hidden=256, intermediate=128, top_k=2" in text
+    assert "│ 9 │" in text
+    assert not list(tmp_path.iterdir()), "the temporary checkpoint stayed"
+
+
+def test_demo_keeps_and_reuses_a_checkpoint(on_cpu, console, tmp_path) -> None:
+    kept = tmp_path / "new" / "folder"
+    assert run_demo(small_options(keep=kept, layer=2), console) == 0
+    assert (kept / "config.json").is_file()
+    assert run_demo(small_options(checkpoint=kept, layer=2), console) == 0
+    with pytest.raises(ValueError, match="not empty"):
+        run_demo(small_options(keep=kept), console)
+    with pytest.raises(ValueError, match="holds MoE layers 2"):
+        run_demo(small_options(checkpoint=kept, layer=5), console)
+
+
+def test_demo_says_when_disk_is_short(on_cpu, console, monkeypatch) -> None:
+    monkeypatch.setattr(demo.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"needs 0\.1 GB of disk"):
+        run_demo(small_options(), console)
+
+
+def test_demo_fails_on_a_wrong_result(on_cpu, console, monkeypatch) -> None:
+    right = reference.moe_fp32
+    monkeypatch.setattr(reference, "moe_fp32", lambda *arguments: 1.2 * right(*arguments))
+    assert run_demo(small_options(), console) == 1
+    assert "WRONG at M = 1, 2, 9" in printed(console)
+
+
+def test_row_verdict() -> None:
+    good = Row(8, 58.0, 0.005, 0.04, True, 1e8, 1.0)
+    assert good.passed
+    for change in ({"error_block_fp8": 0.016}, {"error_fp32": 0.08}, {"same_bits": False}):
+        assert not replace(good, **change).passed
+    assert not replace(good, error_fp32=float("nan")).passed
+
+
+def test_gpu_table(console) -> None:
+    row = Row(8, 58.0, 0.005, 0.04, True, 180e6, 1.0, microseconds=45.0)
+    demo._print_gpu_table([row], 4e12, console)
+    text = printed(console)
+    assert "45.0" in text and "4.00" in text and "100%" in text and "4.00 TB/s read" in text
+
+
+def test_doctor_facts() -> None:
+    found = doctor.collect()
+    assert found["packages"]["torch"] and found["packages"]["nvidia-cutlass-dsl"]
+    assert found["kernel_runs"] == (found["why_not"] is None)
+    if not torch.cuda.is_available():
+        assert found["gpus"] == [] and "needs an sm_90" in found["why_not"]
+
+
+def test_doctor_command(capsys) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "kernels" not in found and found["python"]
+    assert cli.main(["doctor"]) == 0
+    assert "nvidia-cutlass-dsl" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"spill_bytes": 8}, "spills 8 bytes"),
+        ({"stack_bytes": 16}, "local memory (stack 16 bytes)"),
+        ({"counts": Counter({"LDL": 1})}, "local memory"),
+        ({"smem_bytes": doctor.MAX_SMEM_BYTES}, None),
+        ({"smem_bytes": doctor.MAX_SMEM_BYTES + 1}, "over 232448"),
+        ({"smem_bytes": None}, "not found out"),
+    ],
+)
+def test_doctor_compile_verdict(monkeypatch, capsys, console, changes, problem) -> None:
+    report = replace(SOUND, **changes)
+    monkeypatch.setattr(doctor.registry, "kernels", lambda: [("moe", "spec", None)])
+    monkeypatch.setattr(doctor, "compile_report", lambda spec, build: report)
+    assert doctor.run_doctor(True, False, console) == (problem is not None)
+    assert ("BAD" if problem else "ok") in printed(console)
+    assert "1: moe" in printed(console) and (problem or "") in printed(console)
+    assert cli.main(["doctor", "--compile", "--json"]) == (problem is not None)
+    (kernel,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert kernel["name"] == "moe" and kernel["symbol"] == "kernel_0"
+    assert bool(kernel["problems"]) == (problem is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("1,2,8", (1, 2, 8)), ("1-4", (1, 2, 3, 4)), ("8,1-2,64", (8, 1, 2, 64))]
+)
+def test_tokens(text, tokens) -> None:
+    assert cli.parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "0", "65", "a", "1,", "4-1", "-1", "1-2-3", "1.5"])
+def test_wrong_tokens(text) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected numbers from 1 to 64"):
+        cli.parse_tokens(text)
+
+
+def test_demo_command(monkeypatch, tmp_path, capsys) -> None:
+    seen = []
+    monkeypatch.setattr(demo, "run_demo", lambda options, console: seen.append(options) or 0)
+    assert cli.main(["demo"]) == 0
+    assert cli.main(["demo", "--tokens", "3", "--layer", "7", "--checkpoint", "here"]) == 0
+    assert seen[0] == DemoOptions() and seen[0].tokens == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert (seen[1].tokens, seen[1].layer, str(seen[1].checkpoint)) == ((3,), 7, "here")
+    for wrong in (
+        [], ["walk"], ["demo", "--tokens", "0"], ["demo", "--keep", "a", "--checkpoint", "b"]
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as stop:
+            cli.main(wrong)
+        assert stop.value.code == 2
+
+
+def test_errors_are_one_line(tmp_path, capsys) -> None:
+    assert cli.main(["demo", "--checkpoint", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {tmp_path}: expected model.safetensors.index.json")
+    assert "Traceback" not in captured.err
+    write_synthetic_checkpoint(tmp_path, 0, SMALL, shards=1)
+    assert cli.main(["demo", "--checkpoint", str(tmp_path)]) == 1
+    assert "expected [M, 2048]" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""MoELayer: chunks of 8 tokens, shapes, dtypes that stay, routing taken from config.json."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from cute_moe import layer as layer_module
+from cute_moe import moe, reference
+from cute_moe.checkpoint import CheckpointError, LayerTensors
+from cute_moe.layer import MoELayer, routing_of
+from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+
+SMALL = LayerShape(num_experts=6, hidden=256, intermediate=128, top_k=3)
+FULL = moe.SHAPE
+ACTIVE = 3  # experts with weights in the layer of full size, where most are left zero
+
+
+@pytest.fixture
+def any_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lets small layers run: `mono_moe` without its fixed shape. Gives the tokens of each call."""
+    calls = []
+
+    def mono_moe(x, logits, *arguments, out, scratchpad):
+        assert x.is_contiguous() and logits.is_contiguous() and len(x) <= 8
+        calls.append(len(x))
+        out.copy_(reference.moe_block_fp8(x, logits, *arguments))
+
+    monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
+    return calls
+
+
+@pytest.fixture
+def small(tmp_path, any_shape) -> MoELayer:
+    write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
+    return MoELayer.from_checkpoint(tmp_path, 1, "cpu")
+
+
+@pytest.fixture(scope="module")
+def full() -> MoELayer:
+    e, k, n = FULL.num_experts, FULL.hidden, FULL.intermediate
+    w_up = torch.zeros(e, 2 * n, k, dtype=reference.E4M3)
+    w_down = torch.zeros(e, k, n, dtype=reference.E4M3)
+    s_up, s_down = torch.ones(e, 2 * n // 128, k // 128), torch.ones(e, k // 128, n // 128)
+    for expert in range(ACTIVE):
+        up, down = torch.randn(2 * n, k) * 0.02, torch.randn(k, n) * 0.02
+        w_up[expert], s_up[expert] = reference.quantize_blocks(up)
+        w_down[expert], s_down[expert] = reference.quantize_blocks(down)
+    return MoELayer(LayerTensors(w_up, s_up, w_down, s_down), top_k=ACTIVE)
+
+
+def expected(layer: MoELayer, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return reference.moe_block_fp8(
+        x, logits, layer.w_up, layer.s_up, layer.w_down, layer.s_down, layer.top_k,
+        layer.scoring_func, layer.renormalize,
+    )  # fmt: skip
+
+
+def test_full_size_goes_through_mono_moe(full) -> None:
+    x = torch.randn(2, 5, FULL.hidden).bfloat16()
+    logits = torch.randn(2, 5, FULL.num_experts) - 100.0
+    logits[..., :ACTIVE] += 200.0
+    before = x.clone()
+    out = full(x, logits)
+    assert out.shape == x.shape and out.dtype == torch.bfloat16
+    assert torch.equal(x, before) and out.data_ptr() != x.data_ptr()
+    flat = out.flatten(0, 1)
+    assert torch.equal(flat, expected(full, x.flatten(0, 1), logits.flatten(0, 1)))
+    assert flat.any()
+    assert torch.equal(full(x[1, 4], logits[1, 4]), out[1, 4])  # one token, no batch dimension
+
+
+def test_wrong_weights_are_refused_when_the_layer_is_made(full) -> None:
+    with pytest.raises(ValueError, match="expert_weights_down"):
+        MoELayer(LayerTensors(full.w_up, full.s_up, full.w_down[:, :, :128], full.s_down))
+    good = LayerTensors(full.w_up, full.s_up, full.w_down, full.s_down)
+    for options in ({"top_k": 0}, {"top_k": 9}, {"scoring_func": "tanh"}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            MoELayer(good, **options)
+
+
+def test_wrong_inputs_are_refused(full) -> None:
+    x = torch.randn(2, FULL.hidden).bfloat16()
+    logits = torch.randn(2, FULL.num_experts)
+    for bad_x, bad_logits, name in (
+        (x.float(), logits, "activations_in"),
+        (x[:, :-128], logits, "activations_in"),
+        (x[:0].float(), logits[:0], "activations_in"),
+        (x, logits[:, :-1], "router_logits"),
+        (x, logits[:1], "router_logits"),
+        (x, logits.half(), "router_logits"),
+        (x[:, 0], logits, "router_logits"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            full(bad_x, bad_logits)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 9, 16, 21])
+def test_chunks_of_eight(small, any_shape, tokens) -> None:
+    x = torch.randn(tokens, SMALL.hidden).bfloat16()
+    logits = small.router_logits(x)
+    any_shape.clear()
+    out = small(x, logits)
+    assert any_shape == ([8] * (tokens // 8) + [tokens % 8] * (tokens % 8 > 0) or [0])
+    assert torch.equal(out, expected(small, x, logits))
+
+
+def test_strided_inputs(small) -> None:
+    x = torch.randn(SMALL.hidden, 3, 4).bfloat16().permute(2, 1, 0)
+    logits = torch.randn(4, 3, 2 * SMALL.num_experts)[..., ::2]
+    flat = expected(small, x.reshape(12, -1), logits.reshape(12, -1))
+    assert torch.equal(small(x, logits), flat.view(4, 3, -1))
+
+
+def test_no_gradient(small) -> None:
+    x = torch.randn(2, SMALL.hidden).bfloat16().requires_grad_()
+    assert not small(x, small.router_logits(x)).requires_grad
+
+
+def test_router(small) -> None:
+    x = torch.randn(3, 2, SMALL.hidden).bfloat16()
+    assert torch.equal(small.router_logits(x), x @ small.router_weight.T)
+    tensors = LayerTensors(small.w_up, small.s_up, small.w_down, small.s_down)
+    with pytest.raises(RuntimeError, match="no router"):
+        MoELayer(tensors).router_logits(x)
+
+
+def test_casts_leave_the_buffers_alone(small) -> None:
+    before = {name: buffer.clone() for name, buffer in small.named_buffers()}
+    assert set(before) == {"w_up", "s_up", "w_down", "s_down", "router_weight"}
+    wrapped = torch.nn.Sequential(small, torch.nn.Linear(2, 2))
+    wrapped.half().to(torch.bfloat16).float().to("cpu")
+    for name, buffer in small.named_buffers():
+        assert buffer.dtype == before[name].dtype
+        assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8))
+    assert wrapped[1].weight.dtype == torch.float32
+
+
+def test_state_and_copies(small) -> None:
+    assert set(small.state_dict()) == {"w_up", "s_up", "w_down", "s_down", "router_weight"}
+    x = torch.randn(2, SMALL.hidden).bfloat16()
+    logits = small.router_logits(x)
+    assert torch.equal(copy.deepcopy(small)(x, logits), small(x, logits))
+    assert "experts=6, hidden=256, intermediate=128, top_k=3" in repr(small)
+
+
+def test_routing_comes_from_the_config_unless_given(tmp_path, any_shape) -> None:
+    write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
+    assert MoELayer.from_checkpoint(tmp_path, 1, "cpu").top_k == 3
+    config = {"num_experts_per_tok": 2, "norm_topk_prob": False, "scoring_func": "sigmoid"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = MoELayer.from_checkpoint(tmp_path, 1, "cpu")
+    assert (layer.top_k, layer.scoring_func, layer.renormalize) == (2, "sigmoid", False)
+    layer = MoELayer.from_checkpoint(tmp_path, 1, "cpu", 4, "softmax", True)
+    assert (layer.top_k, layer.scoring_func, layer.renormalize) == (4, "softmax", True)
+    (tmp_path / "config.json").unlink()
+    assert MoELayer.from_checkpoint(tmp_path, 1, "cpu", top_k=5).top_k == 5
+    assert routing_of({}) == {"top_k": 8, "scoring_func": "softmax", "renormalize": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n_group", 8), ("routed_scaling_factor", 2.5), ("topk_method", "noaux_tc")],
+)
+def test_routing_that_would_be_wrong_is_refused(name, value) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} = {value!r}"):
+        routing_of({name: value})
+    assert routing_of({"n_group": 1, "routed_scaling_factor": 1.0, "topk_method": "greedy"})

@@ -1,0 +1,250 @@
+"""The reference against a slow, independent version: scalar loops in Python floats and fp64."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from cute_moe import reference
+
+E, K, N = 5, 256, 128
+FLT_MAX = torch.finfo(torch.float32).max
+NAN, INF = math.nan, math.inf
+# Every finite e4m3 value, as Python floats: rounding by search instead of by a cast.
+E4M3_VALUES = sorted(
+    {v for v in torch.arange(256).to(torch.uint8).view(reference.E4M3).tolist() if v == v}
+)
+
+
+class Layer(NamedTuple):
+    w_up: torch.Tensor
+    s_up: torch.Tensor
+    w_down: torch.Tensor
+    s_down: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    generator = torch.Generator().manual_seed(1)
+    up = torch.randn(E, 2 * N, K, generator=generator) * 0.1
+    down = torch.randn(E, K, N, generator=generator) * 0.1
+    return Layer(*reference.quantize_blocks(up), *reference.quantize_blocks(down))
+
+
+def slow_route(row, top_k, scoring, renormalize):
+    """(ids, weights) of one token, by sorting and Python's exp."""
+    logits = [-INF if math.isnan(v) else v for v in row]
+    ids = sorted(range(len(logits)), key=lambda e: (-logits[e], e))[:top_k]
+    logits = [min(max(v, -FLT_MAX), FLT_MAX) for v in logits]
+    if scoring == "softmax":
+        top = max(logits)
+        scores = [math.exp(max(v - top, -1e4)) for v in logits]
+        total = sum(scores[e] for e in (ids if renormalize else range(len(scores))))
+        return ids, [scores[e] / total for e in ids]
+    # Below about -88.7 exp(-v) is no finite fp32, and the score is 0.
+    scores = [1 / (1 + math.exp(-v)) if v > -88.7 else 0.0 for v in logits]
+    total = max(sum(scores[e] for e in ids), 2.0**-126) if renormalize else 1.0
+    return ids, [scores[e] / total for e in ids]
+
+
+def round_e4m3(value: float) -> float:
+    """Nearest value that e4m3 has, ties to the even mantissa."""
+    nearest = min(abs(v - value) for v in E4M3_VALUES)
+    found = [v for v in E4M3_VALUES if abs(v - value) == nearest]
+    if len(found) == 1:
+        return found[0]
+    bits = torch.tensor(found).to(reference.E4M3).view(torch.uint8).tolist()
+    return next(v for v, b in zip(found, bits, strict=True) if b % 2 == 0)
+
+
+def slow_quantise(row: torch.Tensor) -> torch.Tensor:
+    """One row through e4m3 and back, fp64, in blocks of 128."""
+    out = []
+    for block in row.float().split(128):
+        scale = torch.maximum(block.abs().max(), torch.tensor(1e-10)) / torch.tensor(448.0)
+        out += [round_e4m3(float(v)) * float(scale) for v in block / scale]
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def slow_dequantise(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Weights in fp64, scales spread by a Kronecker product."""
+    return q.double() * torch.kron(s.double(), torch.ones(128, 128, dtype=torch.float64))
+
+
+def slow_layer(x, logits, layer: Layer, top_k, quantised, scoring="softmax", renormalize=True):
+    """The layer token by token in fp64; with `quantised`, the activations go through e4m3."""
+    through = slow_quantise if quantised else torch.Tensor.double
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        ids, weights = slow_route(logits[token].tolist(), top_k, scoring, renormalize)
+        for expert, weight in zip(ids, weights, strict=True):
+            up = slow_dequantise(layer.w_up[expert], layer.s_up[expert])
+            down = slow_dequantise(layer.w_down[expert], layer.s_down[expert])
+            gate_up = up @ through(x[token])
+            h = gate_up[:N] * torch.sigmoid(gate_up[:N]) * gate_up[N:]
+            h = through(h.float().bfloat16()) if quantised else h
+            out[token] += weight * (down @ h)
+    return out
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-300))
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.5, -1.0, 2.0, 0.25, 3.0],
+        [1.0, 1.0, 1.0, 1.0, 1.0],
+        [0.0, -0.0, 0.0, -0.0, -1.0],
+        [NAN, 1.0, NAN, -2.0, 0.5],
+        [INF, 1.0, INF, -INF, 0.5],
+        [-INF, NAN, -INF, NAN, -INF],
+        [1e30, -1e30, 50.0, 100.0, 100.0],
+        [-80.0, -60.0, -70.0, -100.0, -120.0],
+        [-90.0, -100.0, -110.0, -120.0, -130.0],
+    ],
+)
+def test_route(row, scoring, renormalize) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.tensor([row], dtype=dtype)
+        for top_k in range(1, 6):
+            ids, weights = reference.route(logits, top_k, scoring, renormalize)
+            want_ids, want = slow_route(logits[0].tolist(), top_k, scoring, renormalize)
+            assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+            assert ids.tolist() == [want_ids]
+            torch.testing.assert_close(weights, torch.tensor([want]), rtol=1e-5, atol=1e-37)
+
+
+def test_route_breaks_many_ties_by_the_lower_id() -> None:
+    logits = torch.randint(-3, 4, (64, 256)).bfloat16()
+    ids, _ = reference.route(logits, 8)
+    for row, found in zip(logits.tolist(), ids.tolist(), strict=True):
+        assert found == sorted(range(256), key=lambda e: (-row[e], e))[:8]
+
+
+def test_route_names_what_is_wrong() -> None:
+    logits = torch.zeros(2, E)
+    for top_k in (0, E + 1):
+        with pytest.raises(ValueError, match=f"top_k: expected 1..{E}, got {top_k}"):
+            reference.route(logits, top_k)
+    with pytest.raises(ValueError, match="scoring_func: .*got 'tanh'"):
+        reference.route(logits, 2, "tanh")
+    with pytest.raises(ValueError, match="router_logits"):
+        reference.route(logits[0], 2)
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-12, 1e-3, 1.0, 1e30])
+def test_quantize_activations(magnitude) -> None:
+    x = (torch.randn(2, K) * magnitude).bfloat16()
+    q, scale = reference.quantize_activations(x)
+    assert q.shape == (2, K) and q.dtype == reference.E4M3
+    assert scale.shape == (2, K // 128) and scale.dtype == torch.float32
+    got = q.double() * scale.double().repeat_interleave(128, dim=1)
+    assert torch.equal(got, torch.stack([slow_quantise(row) for row in x]))
+
+
+def test_quantize_rounds_ties_to_even_and_saturates() -> None:
+    x = torch.zeros(1, 128)
+    x[0, :5] = torch.tensor([448.0, 17.0, 19.0, -17.0, 2.0**-10])  # 17, 19: between two values
+    q, scale = reference.quantize_activations(x)
+    assert scale.item() == 1.0
+    assert q[0, :5].tolist() == [448.0, 16.0, 20.0, -16.0, 0.0]
+    # amax/448 rounded down makes the largest value come out above 448.
+    x = torch.arange(1, 4001).float()[:, None].expand(-1, 128)
+    q, scale = reference.quantize_activations(x)
+    assert (x[:, :1] / scale).max() > 448.0
+    assert (q.float() == 448.0).all()
+
+
+def test_blocks_round_trip() -> None:
+    w = torch.randn(3, 256, 384)
+    q, scale = reference.quantize_blocks(w)
+    assert q.shape == w.shape and scale.shape == (3, 2, 3)
+    back = reference.dequantize_blocks(q, scale)
+    for block_row in range(2):
+        for block in range(3):
+            rows = slice(128 * block_row, 128 * block_row + 128)
+            columns = slice(128 * block, 128 * block + 128)
+            amax = w[:, rows, columns].abs().amax(dim=(1, 2))
+            torch.testing.assert_close(scale[:, block_row, block], amax / 448)
+            worst = (back - w)[:, rows, columns].abs().amax(dim=(1, 2))
+            assert (worst <= amax / 28 * 1.001).all()  # half a step of 32 at 448
+    assert torch.equal(back[1], slow_dequantise(q[1], scale[1]).float())
+    bf16 = scale.bfloat16()
+    assert torch.equal(
+        reference.dequantize_blocks(q, bf16), reference.dequantize_blocks(q, bf16.float())
+    )
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_layer(layer, tokens, magnitude) -> None:
+    x = (torch.randn(tokens, K) * magnitude).bfloat16()
+    x[1:2] = 0  # one zero token
+    logits = torch.randn(tokens, E).bfloat16()
+    for scoring, renormalize in (("softmax", True), ("sigmoid", False)):
+        routing = (2, scoring, renormalize)
+        fp8 = reference.moe_block_fp8(x, logits, *layer, *routing)
+        meant = reference.moe_fp32(x, logits, *layer, *routing)
+        assert fp8.shape == meant.shape == (tokens, K)
+        assert fp8.dtype == torch.bfloat16 and meant.dtype == torch.float32
+        want = slow_layer(x, logits, layer, 2, True, scoring, renormalize)
+        # bf16 output, and h rounded to the other neighbour here and there.
+        assert relative_error(fp8, want) < 5e-3
+        want = slow_layer(x, logits, layer, 2, False, scoring, renormalize)
+        assert relative_error(meant, want) < 1e-5
+        assert not fp8[1:2].any() and not meant[1:2].any()
+
+
+def test_fp8_is_near_the_meaning(layer) -> None:
+    x, logits = torch.randn(8, K).bfloat16(), torch.randn(8, E)
+    fp8 = reference.moe_block_fp8(x, logits, *layer, 2)
+    meant = reference.moe_fp32(x, logits, *layer, 2)
+    assert 1e-3 < relative_error(fp8, meant.double()) < 0.075
+
+
+def test_dense_is_the_core_of_fp32(layer) -> None:
+    x, logits = torch.randn(4, K).bfloat16(), torch.randn(4, E)
+    ids, weights = reference.route(logits, 3)
+    up = reference.dequantize_blocks(layer.w_up, layer.s_up)
+    down = reference.dequantize_blocks(layer.w_down, layer.s_down)
+    got = reference.moe_fp32_dense(x, ids, weights, up, down)
+    assert torch.equal(got, reference.moe_fp32(x, logits, *layer, 3))
+    assert torch.equal(
+        reference.moe_block_fp8_routed(x, ids, weights, *layer),
+        reference.moe_block_fp8(x, logits, *layer, 3),
+    )
+
+
+def test_rows_do_not_depend_on_the_batch(layer) -> None:
+    x, logits = torch.randn(8, K).bfloat16(), torch.randn(8, E)
+    logits[3:6] = logits[2]  # several tokens on the same experts
+    together = reference.moe_block_fp8(x, logits, *layer, 2)
+    for row in range(8):
+        rows = slice(row, row + 1)
+        assert torch.equal(
+            reference.moe_block_fp8(x[rows], logits[rows], *layer, 2), together[rows]
+        )
+
+
+def test_nan_and_infinite_logits_give_finite_results(layer) -> None:
+    x = torch.randn(3, K).bfloat16()
+    logits = torch.randn(3, E)
+    logits[0], logits[1, 0], logits[2, 4] = NAN, INF, -INF
+    out = reference.moe_block_fp8(x, logits, *layer, 2)
+    assert out.isfinite().all()
+    want = slow_layer(x, logits, layer, 2, True)
+    assert relative_error(out, want) < 5e-3
+
+
+def test_shapes_that_do_not_fit(layer) -> None:
+    x, logits = torch.randn(2, 128).bfloat16(), torch.randn(2, E)
+    for function in (reference.moe_fp32, reference.moe_block_fp8):
+        with pytest.raises(ValueError, match=r"w_up, w_down: expected \[E, 2N, 128\]"):
+            function(x, logits, *layer, 2)
+    with pytest.raises(ValueError, match=r"expected x \[M, K\]"):
+        reference.moe_fp32(x[0], logits, *layer, 2)

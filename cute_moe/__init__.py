@@ -1,5 +1,6 @@
 """MoE decode layers for NVIDIA Hopper in one kernel launch, written in CuTe DSL."""
 
+from cute_moe.layer import MoELayer
 from cute_moe.moe import (
     alloc_scratchpad,
     get_scratchpad_size_bytes,
@@ -9,6 +10,7 @@ from cute_moe.moe import (
 )
 
 __all__ = [
+    "MoELayer",
     "alloc_scratchpad",
     "get_scratchpad_size_bytes",
     "has_monomoe",

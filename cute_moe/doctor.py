@@ -120,7 +120,7 @@ def _print_kernels(kernels: list[dict[str, Any]], console: Console) -> None:
     table = Table(
         title=f"compiled for {DEFAULT_ARCH}; bytes per thread, smem per CTA", box=box.SIMPLE
     )
-    for name in ("kernel", "regs", "spills", "stack", "smem", *COUNTED, "seconds", "verdict"):
+    for name in ("#", "regs", "spills", "stack", "smem", *COUNTED, "seconds", "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, kernel in enumerate(kernels, start=1):
         sizes = [kernel[k] for k in ("registers", "spill_bytes", "stack_bytes", "smem_bytes")]

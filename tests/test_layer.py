@@ -123,7 +123,7 @@ def test_router(small) -> None:
     assert torch.equal(small.router_logits(x), x @ small.router_weight.T)
     tensors = LayerTensors(small.w_up, small.s_up, small.w_down, small.s_down)
     with pytest.raises(RuntimeError, match="no router"):
-        MoELayer(tensors).router_logits(x)
+        MoELayer(tensors, top_k=2).router_logits(x)
 
 
 def test_casts_leave_the_buffers_alone(small) -> None:

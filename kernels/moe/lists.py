@@ -60,6 +60,7 @@ def build_lists(num_tokens: Int32, epoch: Int32, shared: Shared, spec: cutlass.C
         shared.meta[1] = chunks
         shared.meta[2] = epoch & 1
         shared.chunk_base[PAIRS] = chunks
+    cute.arch.sync_warp()
     cute.arch.mbarrier_arrive(shared.lists)
 
 

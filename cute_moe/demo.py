@@ -234,7 +234,7 @@ def _print_gpu_table(rows: list[Row], copy_rate: float, console: Console) -> Non
         f"µs: per call, median; one CUDA graph of {GRAPH_LAUNCHES} calls with as many different "
         "inputs and routings (cold L2), replayed. Routing, quantising and both projections are "
         "in it, the router's matrix product is not. MB: weights and scales of the distinct active "
-        "experts, mean over the graph. of floor: share of the memory floor, which is these bytes at "
-        f"the rate of device-to-device copies measured in this run, {copy_rate / 1e12:.2f} TB/s "
+        "experts, mean over the graph. of floor: share of the memory floor, which is these bytes "
+        f"at the rate of device-to-device copies measured in this run, {copy_rate / 1e12:.2f} TB/s "
         "read + written."
     )

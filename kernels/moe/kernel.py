@@ -159,6 +159,7 @@ def launch_moe(
         cute.select(down_box_layout(spec), mode=[0, 1, 2]),
         ((8, 2), (128, spec.h_blocks), 1),
     )
+    moe_kernel.set_name_prefix("mono_moe", remove_cutlass_symbol=True, keep_mangled_name=False)
     moe_kernel(
         x, logits, Weights(up_atom, up, down_atom, down), (s_up, s_down), out, scratch, spec
     ).launch(

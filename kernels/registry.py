@@ -14,12 +14,12 @@ def kernels() -> list[tuple[str, Any, Callable[[str], Any]]]:
     specs = {
         "mono_moe": MoeSpec(),
         "mono_moe, interleaved rows": MoeSpec(raw_rows=False),
-        "mono_moe, sigmoid, fp32 logits, bf16 scales, 78 SMs": MoeSpec(
+        "mono_moe, sigmoid, fp32 logits, bf16 scales, 16 SMs": MoeSpec(
             scoring="sigmoid",
             logits_dtype="float32",
             scales_up_dtype="bfloat16",
             scales_down_dtype="bfloat16",
-            grid=78,
+            grid=16,
         ),
     }
     return [

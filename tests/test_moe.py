@@ -9,6 +9,9 @@ from occupy_kernel import occupy
 
 import cute_moe
 from cute_moe import reference
+from cute_moe.host.launch import KernelCache
+from cute_moe.kernels.moe.kernel import build
+from cute_moe.kernels.moe.spec import MoeSpec
 
 pytestmark = pytest.mark.gpu
 WORST, MEAN, WORST_UNQUANTISED = 1.5e-2, 6e-3, 0.075
@@ -177,6 +180,18 @@ def test_scratch_is_reused_and_kept_in_order(cuda, weights) -> None:
     assert (big[size:] == 0xA5).all()
     h = big[: 2 * 64 * N * 2].view(2, -1)
     assert not h[0].any(), "after an even number of launches the next parity must be clear"
+
+
+@pytest.mark.parametrize("grid", [131, 114, 78, 16])
+def test_fewer_sms_give_the_same_bits(cuda, weights, pad, grid) -> None:
+    """Grids of GPUs with fewer SMs, in turn with the full one on the same scratchpad."""
+    kernel = KernelCache(build).get(MoeSpec(grid=grid), cuda)
+    for routing in ROUTINGS:
+        for tokens in (1, 4, 8):
+            x, logits = make_inputs(tokens, routing, cuda)
+            got = torch.full_like(x, float("nan"))
+            kernel(x, logits, *weights.quantised, got, pad)
+            assert torch.equal(got, run(x, logits, weights, pad=pad)), (routing, tokens)
 
 
 def test_two_streams_at_once(cuda, weights) -> None:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_moe.kernels.moe.memory import Shared
-from cute_moe.kernels.moe.spec import MAX_CHUNKS, PAIRS
+from cute_moe.kernels.moe.spec import BATCH, MAX_CHUNKS, PAIRS
 
 
 @cute.jit
@@ -103,25 +103,30 @@ def load_scales(
     lane = cute.arch.lane_idx()
     cta, _, _ = cute.arch.block_idx()
     active = shared.meta[0]
-    up = cute.make_rmem_tensor(spec.max_own_units, Float32)
-    for i in cutlass.range_constexpr(spec.max_own_units):
-        unit = cta + i * spec.grid
-        up[i] = Float32(0.0)
-        if unit < active * spec.units_per_expert:
-            expert = shared.experts[unit // spec.units_per_expert]
-            block = (unit % spec.units_per_expert) * 32 // 128 + (lane >> 4) * spec.h_blocks
-            up[i] = scales_up[expert, block, lane & 15].to(Float32)
-    for i in cutlass.range_constexpr(spec.max_own_units):
-        shared.up_scale[i * 32 + lane] = up[i]
-    down_each = cutlass.const_expr(PAIRS * spec.h_blocks // 32)
-    for c in cutlass.range_constexpr(spec.max_own_columns):
-        block = cutlass.min(cta + c * spec.grid, spec.column_blocks - 1) * 16 // 128
-        down = cute.make_rmem_tensor(down_each, Float32)
-        for i in cutlass.range_constexpr(down_each):
+    units = active * spec.units_per_expert
+    # Batches: all loads of one are in flight before the first is stored.
+    for first in cutlass.range(0, (units - cta + spec.grid - 1) // spec.grid, BATCH, unroll=1):
+        up = cute.make_rmem_tensor(BATCH, Float32)
+        for i in cutlass.range_constexpr(BATCH):
+            unit = cta + (first + i) * spec.grid
+            up[i] = Float32(0.0)
+            if unit < units:
+                expert = shared.experts[unit // spec.units_per_expert]
+                block = (unit % spec.units_per_expert) * 32 // 128 + (lane >> 4) * spec.h_blocks
+                up[i] = scales_up[expert, block, lane & 15].to(Float32)
+        for i in cutlass.range_constexpr(BATCH):
+            shared.up_scale[(first + i) * 32 + lane] = up[i]
+    each = cutlass.const_expr(PAIRS * spec.h_blocks // 32)
+    base = lane
+    for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
+        down = cute.make_rmem_tensor(each, Float32)
+        for i in cutlass.range_constexpr(each):
             index = (lane + 32 * i) >> 2
             down[i] = Float32(0.0)
             if index < active:
-                down[i] = scales_down[shared.experts[index], block, lane & 3].to(Float32)
-        for i in cutlass.range_constexpr(down_each):
-            shared.down_scale[c * PAIRS * spec.h_blocks + lane + 32 * i] = down[i]
+                expert = shared.experts[index]
+                down[i] = scales_down[expert, column * 16 // 128, lane & 3].to(Float32)
+        for i in cutlass.range_constexpr(each):
+            shared.down_scale[base + 32 * i] = down[i]
+        base = base + PAIRS * spec.h_blocks
     cute.arch.mbarrier_arrive(shared.scales)

@@ -13,6 +13,7 @@ DOWN_COLS = 16  # output columns of one down column block
 GROUP = 4  # experts stacked in one down WGMMA
 PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
 MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
+BATCH = 8  # up units whose scales are loaded at once
 MAX_GRID = 256  # epoch words kept in the scratchpad
 
 
@@ -70,8 +71,8 @@ class MoeSpec:
 
     @property
     def max_own_units(self) -> int:
-        """Most up units that one CTA can get (every pair its own expert)."""
-        return -(-PAIRS * self.units_per_expert // self.grid)
+        """Most up units that one CTA can get (every pair its own expert), in whole batches."""
+        return _round_up(-(-PAIRS * self.units_per_expert // self.grid), BATCH)
 
     @property
     def column_blocks(self) -> int:

@@ -191,11 +191,14 @@ def _relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _print_cpu_table(rows: list[Row], console: Console) -> None:
-    table = Table("M", "experts", "error vs fp32", "same bits again", "seconds (CPU)")
+    table = Table(
+        "M", "experts", "error vs block-FP8", "error vs fp32", "same bits again", "seconds (CPU)"
+    )
     for row in rows:
         table.add_row(
             str(row.tokens),
             f"{row.experts:.0f}",
+            f"{row.error_block_fp8:.4f}",
             f"{row.error_fp32:.4f}",
             "yes" if row.same_bits else "NO",
             f"{row.seconds:.2f}",

@@ -9,12 +9,8 @@ REPLAYS = 30
 WARM_UP_REPLAYS = 5
 
 
-def graph_microseconds(launches: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
-    """Median µs per launch of one CUDA graph that holds all `launches`, replayed `replays` times.
-
-    Each launch is called once beforehand, so that nothing compiles during the capture. Launches
-    that read different data keep the L2 cache cold; equal ones measure the cache.
-    """
+def capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of all `launches`; each runs once before, so that nothing compiles in it."""
     for launch in launches:
         launch()
     torch.cuda.synchronize()
@@ -22,6 +18,15 @@ def graph_microseconds(launches: Sequence[Callable[[], object]], replays: int = 
     with torch.cuda.graph(graph):
         for launch in launches:
             launch()
+    return graph
+
+
+def graph_microseconds(launches: Sequence[Callable[[], object]], replays: int = REPLAYS) -> float:
+    """Median µs per launch of one CUDA graph that holds all `launches`, replayed `replays` times.
+
+    Launches that read different data keep the L2 cache cold; equal ones measure the cache.
+    """
+    graph = capture(launches)
     for _ in range(WARM_UP_REPLAYS):
         graph.replay()
     spans = [_span_microseconds(graph.replay) for _ in range(replays)]

@@ -31,6 +31,7 @@ from cute_moe import reference
 from cute_moe.host.device import device_facts, why_unsupported
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import alloc_scratchpad, mono_moe
+from cute_moe.timing import capture
 
 MAX_ERROR = 1.5e-2  # relative Frobenius error against the block-FP8 reference
 COPIES = 12  # weight copies: 11 launches lie between two uses of one, 277 MB at M = 1
@@ -179,7 +180,7 @@ def copy_contestant() -> Contestant:
 
 def race(contestants: dict[str, Contestant], replays: int) -> dict[str, tuple[list[float], str]]:
     """µs per launch of each contestant's graph, the graphs taking turns, and its check."""
-    graphs = {name: p.capture(c.launches) for name, c in contestants.items()}
+    graphs = {name: capture(c.launches) for name, c in contestants.items()}
     for contestant in contestants.values():
         contestant.poison()
     times = p.interleave({name: graph.replay for name, graph in graphs.items()}, replays)

@@ -131,18 +131,6 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.float() - want).norm() / want.norm()).item()
 
 
-def capture(launches: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of all `launches`; each runs once before, so that nothing compiles in it."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    return graph
-
-
 def interleave(
     contestants: Mapping[str, Callable[[], object]], replays: int
 ) -> dict[str, list[float]]:

@@ -159,8 +159,8 @@ def _measure(layer: MoELayer, tokens: int, generator: torch.Generator) -> Row:
     return Row(
         tokens=tokens,
         experts=experts,
-        error_block_fp8=_relative_error(out, exact),
-        error_fp32=_relative_error(out, meant),
+        error_block_fp8=reference.relative_error(out, exact),
+        error_fp32=reference.relative_error(out, meant),
         same_bits=same_bits,
         nbytes=experts * sum(tensor[0].nbytes for tensor in weights),
         seconds=seconds,
@@ -183,11 +183,6 @@ def _inputs(
 def _distinct_experts(layer: MoELayer, logits: torch.Tensor) -> int:
     ids, _ = reference.route(logits, layer.top_k, layer.scoring_func, layer.renormalize)
     return len(set(ids.flatten().tolist()))
-
-
-def _relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    expected = expected.double()
-    return float((out.double() - expected).norm() / expected.norm())
 
 
 def _print_cpu_table(rows: list[Row], console: Console) -> None:

@@ -229,3 +229,9 @@ def _check_experts(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) ->
             f"w_up, w_down: expected [E, 2N, {hidden}] and [E, {hidden}, N]; got "
             f"{list(w_up.shape)} and {list(w_down.shape)}"
         )
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of `want`; not finite when `got` is not."""
+    want = want.double()
+    return float((got.double() - want).norm() / want.norm())

@@ -127,7 +127,7 @@ def moe_contestant(pool: Pool, case: Case) -> Contestant:
         return lambda: mono_moe(*args, top_k=p.TOP_K, out=out, scratchpad=pool.scratchpad)
 
     def check() -> str:
-        errors = [p.relative_error(o, w) for o, w in zip(outs, case.want, strict=True)]
+        errors = [reference.relative_error(o, w) for o, w in zip(outs, case.want, strict=True)]
         bad = [e for e in errors if not e <= MAX_ERROR]
         return f"{len(bad)} of {len(errors)} wrong, error {bad[0]:.3g}" if bad else p.OK
 

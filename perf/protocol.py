@@ -125,12 +125,6 @@ def reuse_bytes(lists: Sequence[Sequence[int]], copies: int) -> int:
     return least or 0
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `want`; nan for a poisoned output."""
-    want = want.float()
-    return ((got.float() - want).norm() / want.norm()).item()
-
-
 def interleave(
     contestants: Mapping[str, Callable[[], object]], replays: int
 ) -> dict[str, list[float]]:

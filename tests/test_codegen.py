@@ -21,4 +21,4 @@ def test_machine_code(name, spec, build) -> None:
     assert counts["UTMALDG.5D"] == (2 if spec.raw_rows else 1)
     assert counts["UTMALDG"] == 2
     assert counts["USETMAXREG"] == 3, "one per role branch"
-    assert not counts["RED"] and not counts["ATOM"] and not counts["ATOMG"]
+    assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"

@@ -1,10 +1,11 @@
 """The MoE kernel against the reference, on a GPU: values, determinism, scratch, streams, graphs."""
 
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from moe_cases import ROUTINGS, E, K, N, Weights, make_inputs, make_weights, relative_error
+from moe_cases import ROUTINGS, E, K, N, Weights, make_inputs, make_weights
 from occupy_kernel import occupy
 
 import cute_moe
@@ -12,6 +13,7 @@ from cute_moe import reference
 from cute_moe.host.launch import KernelCache
 from cute_moe.kernels.moe.kernel import build
 from cute_moe.kernels.moe.spec import MoeSpec
+from cute_moe.reference import relative_error
 
 pytestmark = pytest.mark.gpu
 WORST, MEAN, WORST_UNQUANTISED = 1.5e-2, 6e-3, 0.075
@@ -207,6 +209,24 @@ def test_two_streams_at_once(cuda, weights) -> None:
                 got[i].append(run(*cases[i], weights, pad=pads[i]))
     torch.cuda.synchronize()
     assert all(torch.equal(out, want[i]) for i in range(2) for out in got[i])
+
+
+def test_threads_with_a_stream_and_a_scratchpad_each(cuda, weights) -> None:
+    cases = [make_inputs(m, "random", cuda) for m in (1, 4, 7, 8)]
+    want = [run(x, logits, weights) for x, logits in cases]
+    torch.cuda.synchronize()
+
+    def work(i: int) -> bool:
+        torch.cuda.set_device(cuda)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            pad = cute_moe.alloc_scratchpad(cuda)
+            outs = [run(*cases[i], weights, pad=pad) for _ in range(100)]
+        stream.synchronize()
+        return all(torch.equal(out, want[i]) for out in outs)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        assert all(pool.map(work, range(len(cases))))
 
 
 def test_priorities_beside_a_kernel_that_holds_70_sms(cuda, weights) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cute_moe import reference
+from cute_moe.reference import relative_error
 
 E, K, N = 5, 256, 128
 FLT_MAX = torch.finfo(torch.float32).max
@@ -86,10 +87,6 @@ def slow_layer(x, logits, layer: Layer, top_k, quantised, scoring="softmax", ren
             h = through(h.float().bfloat16()) if quantised else h
             out[token] += weight * (down @ h)
     return out
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm().clamp_min(1e-300))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])

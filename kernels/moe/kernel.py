@@ -6,7 +6,8 @@ Roles (20 warps, one CTA per SM):
   9      lists: epoch, lists, scales        10  clears the next launch's h        11  idle
   12-19  loaders: route token w, then load_h
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
-  lists 1, scales 1 (warp 9)   gate 1 (producer: own up units issued)   h_ready[chunk] 8 (loaders)
+  lists 32, scales 32 (warp 9)   gate 1 (producer: own up units issued)
+  h_ready[chunk] 256 (loaders)
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: consumers
 Time:  route | first TMA | lists | up units ... | down groups ... | combine; the producer runs ahead
   of the consumers by up to the ring's stages and never waits for anything but free stages.

@@ -14,7 +14,7 @@ from cute_moe.kernels.moe.spec import BLOCK, MAX_CHUNKS, PAIRS, STAGE_BYTES, UNI
 
 LOADER_WARPS = 8
 CONSUMER_WARPS = 8
-NUM_META = 4  # active experts, chunks, parity, unused
+NUM_META = 4  # active experts, chunks, parity; one unused word for alignment
 
 
 def swizzle_atom():
@@ -43,7 +43,7 @@ def down_group_layout(spec: MoeSpec):
 
 @dataclass(frozen=True)
 class Shared:
-    """Views of shared memory. `_` pointers are mbarriers; sizes are in elements."""
+    """Views of shared memory, flat where no shape is given; the last six are mbarriers."""
 
     up: cute.Tensor  # ring, (64, 256, stages) e4m3
     down_box: cute.Tensor  # the same bytes, (16, N, 1, 2 stages)

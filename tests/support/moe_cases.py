@@ -57,9 +57,3 @@ def make_inputs(
 
 
 ROUTINGS = ("random", "skewed", "same", "disjoint", "one", "pairs")
-
-
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `want`; a non-finite `got` gives nan or inf."""
-    want = want.float()
-    return ((got.float() - want).norm() / want.norm()).item()

@@ -232,6 +232,9 @@ def _check_experts(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) ->
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of `want`; not finite when `got` is not."""
+    """Frobenius norm of the difference over that of `want`; nan or inf when `got` is not finite.
+
+    Where `want` is all zeros or empty: 0 when `got` is too, else huge.
+    """
     want = want.double()
-    return float((got.double() - want).norm() / want.norm())
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-300))

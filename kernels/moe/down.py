@@ -10,37 +10,45 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp
 from cute_moe.kernels.moe.spec import DOWN_COLS, PAIRS
 from cute_moe.kernels.moe.up import accumulators, block_sum, issue, skip_stages, tiled_mma
 
 
 @cute.jit
-def down_chunk(chunk: Int32, tid: Int32, scale_base: Int32, operands, shared: Shared):
+def down_chunk(
+    chunk: Int32, tid: Int32, scale_base: Int32, operands, shared: Shared, spec: cutlass.Constexpr
+):
     """One chunk of eight pairs against one group; partial sums of its pairs to shared memory."""
     mma, a, b, accs = operands
     blocks = cutlass.const_expr(len(accs) // 4)
-    cute.arch.mbarrier_wait(shared.h_ready + chunk, 0)
-    issue(mma, accs, a, b[None, None, None, chunk], Int32(0))
     warp = tid >> 5
     lane = tid & 31
     column = 2 * (lane & 3)
+    # What does not depend on h comes first: the last chunk's products end the launch.
+    entries = [shared.chunk_rows[chunk * 8 + column + i] for i in range(2)]
+    weight_scale = [shared.down_scale[scale_base + block] for block in range(blocks)]
+    cute.arch.mbarrier_wait(shared.h_ready + chunk, 0)
+    if (chunk == 0) & (tid < 32):
+        stamp(shared.trace, "h_go", spec)
+    issue(mma, accs, a, b[None, None, None, chunk], Int32(0))
     scale = cute.make_rmem_tensor((2, blocks), Float32)
     for block in cutlass.range_constexpr(blocks):
-        weight_scale = shared.down_scale[scale_base + block]
         for i in cutlass.range_constexpr(2):
             h_scale = shared.h_scale[(chunk * blocks + block) * 8 + column + i]
-            scale[i, block] = weight_scale * h_scale
+            scale[i, block] = weight_scale[block] * h_scale
     cute.nvgpu.warpgroup.wait_group(0)
+    if (chunk == 0) & (tid < 32):
+        stamp(shared.trace, "first_product", spec)
     total = cute.make_rmem_tensor(4, Float32)
     total.fill(0.0)
     for block in cutlass.range_constexpr(blocks):
         for i in cutlass.range_constexpr(4):
             total[i] = total[i] + block_sum(accs, block, i) * scale[i & 1, block]
     for i in cutlass.range_constexpr(2):
-        entry = shared.chunk_rows[chunk * 8 + column + i]
-        if (entry >> 8) == warp:
-            base = (entry & 0xFF) * DOWN_COLS + (lane >> 2)
+        if (entries[i] >> 8) == warp:
+            base = (entries[i] & 0xFF) * DOWN_COLS + (lane >> 2)
             shared.partial[base] = total[i]
             shared.partial[base + 8] = total[2 + i]
 
@@ -55,15 +63,17 @@ def down_group(
     a = mma.make_fragment_A(thread.partition_A(shared.down_group))
     b = mma.make_fragment_B(thread.partition_B(shared.h))
     accs = accumulators(mma, spec.h_blocks)
-    stage = step % spec.stages
+    stage = cute.arch.make_warp_uniform(step % spec.stages)
     for i in cutlass.range_constexpr(2):
         cute.arch.mbarrier_wait(shared.full + stage + i, (step // spec.stages) & 1)
+    if (group == 0) & (tid < 32):
+        stamp(shared.trace, "down_start", spec)
     scale_base = (own * PAIRS + 4 * group + (tid >> 5)) * spec.h_blocks
     operands = (mma, a[None, None, None, stage // 2], b, accs)
     first = shared.chunk_base[4 * group]
     last = shared.chunk_base[4 * group + 4]
     for chunk in cutlass.range(first, last, unroll=1):
-        down_chunk(chunk, tid, scale_base, operands, shared)
+        down_chunk(cute.arch.make_warp_uniform(chunk), tid, scale_base, operands, shared, spec)
     for i in cutlass.range_constexpr(2):
         arrive_warp(shared.empty + stage + i)
     return step + 2

@@ -11,9 +11,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_moe.kernels.device.quant import quantize, swizzled_offset, unpack_bf16
+from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import LOADER_WARPS, Shared
 
 POLL_LIMIT = 1 << 24  # polls of about 1 us each before a lost writer traps
+ROWS = 4  # rows of h that a loader warp has in flight
+NAP_NS, NAPS = 200, 10  # between polls while the CTA still has up units to issue
 
 
 @cute.jit
@@ -36,57 +39,77 @@ def load_row(address: cute.Pointer, words: cute.Tensor):
 
 
 @cute.jit
-def wait_rows(
-    h_in: cute.Pointer, first: Int32, warp: Int32, shared: Shared, spec: cutlass.Constexpr
-):
-    """Poll four words of each of this warp's rows in chunks first .. first + 7 until set."""
+def count_written(
+    h_in: cute.Pointer, chunk: Int32, limit: Int32, warp: Int32, shared: Shared, spec
+) -> Int32:
+    """How many chunks from `chunk` on, before `limit`, have this warp's row (as polled) written.
+
+    Looks at four words of each row in up to eight chunks at once; a slot without a row counts.
+    """
     lane = cute.arch.lane_idx()
-    entry = shared.chunk_rows[chunk_slot(first + (lane >> 2), warp)]
-    pair = entry & 0xFF
-    # One word of units 0, 5, 10 and 15 of the 16 that make a row.
-    address = h_in + pair * (spec.intermediate // 2) + (lane & 3) * 80 + 15
+    mine = chunk + (lane >> 2)
+    entry = Int32(-1)
+    if mine < limit:
+        entry = shared.chunk_rows[chunk_slot(mine, warp)]
     word = Int32(1)
     if entry >= 0:
+        # One word of units 0, 5, 10 and 15 of the 16 that make a row.
+        address = h_in + (entry & 0xFF) * (spec.intermediate // 2) + (lane & 3) * 80 + 15
         word = cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
-    polls = Int32(0)
-    while cute.arch.vote_any_sync(word == 0):
-        if entry >= 0:
-            word = cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
-        polls = polls + 1
-        if polls > POLL_LIMIT:
-            cute.arch.inline_ptx("trap;")
+    absent = cute.arch.vote_ballot_sync(word == 0)
+    leading = cute.arch.popc((absent & -absent) - 1) >> 2
+    return cutlass.min(leading, limit - chunk)
+
+
+@cute.jit
+def stage_rows(
+    h_in: cute.Pointer, first: Int32, count: Int32, warp: Int32, shared: Shared, spec
+):
+    """Quantise this warp's row of each chunk into shared memory and arrive on the chunk.
+
+    All rows (at most ROWS) are in flight before the first is looked at.
+    """
+    lane = cute.arch.lane_idx()
+    words = cute.make_rmem_tensor((8, ROWS), Int32)
+    entries = cute.make_rmem_tensor(ROWS, Int32)
+    for r in cutlass.range_constexpr(ROWS):
+        entries[r] = Int32(-1)
+        if r < count:
+            entries[r] = shared.chunk_rows[chunk_slot(first + r, warp)]
+        if entries[r] >= 0:
+            address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
+            load_row(address, words[None, r])
+    for r in cutlass.range_constexpr(ROWS):
+        if entries[r] >= 0:
+            address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
+            stage_row(address, words[None, r], first + r, warp, shared, spec)
+        if r < count:
+            cute.arch.mbarrier_arrive(shared.h_ready + first + r)
 
 
 @cute.jit
 def stage_row(
-    h_in: cute.Pointer, chunk: Int32, warp: Int32, shared: Shared, spec: cutlass.Constexpr
+    address: cute.Pointer, words: cute.Tensor, chunk: Int32, warp: Int32, shared: Shared, spec
 ):
-    """Quantise this warp's row of `chunk` into shared memory and arrive on the chunk."""
+    """Read a row again until all of it is there; quantise it into shared memory."""
     lane = cute.arch.lane_idx()
-    slot = chunk_slot(chunk, warp)
-    entry = shared.chunk_rows[slot]
-    if entry >= 0:
-        words = cute.make_rmem_tensor(8, Int32)
-        address = h_in + (entry & 0xFF) * (spec.intermediate // 2) + lane * 8
+    polls = Int32(0)
+    while cute.arch.vote_any_sync(missing(words)):
         load_row(address, words)
-        polls = Int32(0)
-        while cute.arch.vote_any_sync(missing(words)):
-            load_row(address, words)
-            polls = polls + 1
-            if polls > POLL_LIMIT:
-                cute.arch.inline_ptx("trap;")
-        values = cute.make_rmem_tensor(16, Float32)
-        for i in cutlass.range_constexpr(8):
-            values[2 * i], values[2 * i + 1] = unpack_bf16(words[i])
-        quantised, scale = quantize(values, 8)
-        row = slot & 7
-        offset = (chunk * spec.h_blocks + (lane >> 3)) * 1024 + swizzled_offset(row, lane & 7)
-        dst = cute.recast_ptr((shared.h_bytes + offset).align(16), dtype=Int32)
-        cute.autovec_copy(quantised, cute.make_tensor(dst, cute.make_layout(4)))
-        if (lane & 7) == 0:
-            shared.h_scale[(chunk * spec.h_blocks + (lane >> 3)) * 8 + row] = scale
-        cute.arch.fence_view_async_shared()
-    cute.arch.mbarrier_arrive(shared.h_ready + chunk)
+        polls = polls + 1
+        if polls > POLL_LIMIT:
+            cute.arch.inline_ptx("trap;")
+    values = cute.make_rmem_tensor(16, Float32)
+    for i in cutlass.range_constexpr(8):
+        values[2 * i], values[2 * i + 1] = unpack_bf16(words[i])
+    quantised, scale = quantize(values, 8)
+    row = chunk_slot(chunk, warp) & 7
+    offset = (chunk * spec.h_blocks + (lane >> 3)) * 1024 + swizzled_offset(row, lane & 7)
+    dst = cute.recast_ptr((shared.h_bytes + offset).align(16), dtype=Int32)
+    cute.autovec_copy(quantised, cute.make_tensor(dst, cute.make_layout(4)))
+    if (lane & 7) == 0:
+        shared.h_scale[(chunk * spec.h_blocks + (lane >> 3)) * 8 + row] = scale
+    cute.arch.fence_view_async_shared()
 
 
 @cute.jit
@@ -99,16 +122,48 @@ def missing(words: cute.Tensor):
 
 
 @cute.jit
+def sleep_before_gate(shared: Shared):
+    """Wait for a while, but not longer than until the gate opens."""
+    naps = Int32(0)
+    while (naps < NAPS) & (not cute.arch.mbarrier_test_wait(shared.gate, 0)):
+        cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(NAP_NS)])
+        naps = naps + 1
+
+
+@cute.jit
 def load_h(h_words: cute.Pointer, warp: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """A loader warp's second life, after routing: wait for the gate, then stage all chunks."""
+    """A loader warp's second life, after routing: stage its row of every chunk, in order.
+
+    While the CTA still issues up units, one row is polled now and then, so that the polls take
+    no bandwidth from the weights; after that (the gate), all rows as fast as they come.
+    """
     cute.arch.mbarrier_wait(shared.lists, 0)
-    cute.arch.mbarrier_wait(shared.gate, 0)
     h_in = h_words + shared.meta[2] * spec.h_words
     chunks = shared.meta[1]
-    for first in cutlass.range(0, chunks, LOADER_WARPS, unroll=1):
-        wait_rows(h_in, first, warp, shared, spec)
-        for chunk in cutlass.range(first, cutlass.min(first + LOADER_WARPS, chunks), unroll=1):
-            stage_row(h_in, chunk, warp, shared, spec)
+    chunk = Int32(0)
+    polls = Int32(0)
+    while chunk < chunks:
+        is_open = cute.arch.mbarrier_test_wait(shared.gate, 0)
+        limit = chunks
+        if not is_open:
+            limit = chunk + 1
+        ready = count_written(h_in, chunk, limit, warp, shared, spec)
+        for first in cutlass.range(chunk, chunk + ready, ROWS, unroll=1):
+            stage_rows(
+                h_in, first, cutlass.min(chunk + ready - first, ROWS), warp, shared, spec
+            )
+            if (warp == 0) & (first == 0):
+                stamp(shared.trace, "h_first", spec)
+        chunk = chunk + ready
+        polls = polls + 1
+        if ready > 0:
+            polls = Int32(0)
+        elif not is_open:
+            sleep_before_gate(shared)
+        if polls > POLL_LIMIT:
+            cute.arch.inline_ptx("trap;")
+    if warp == 0:
+        stamp(shared.trace, "h_ready", spec)
 
 
 @cute.jit

@@ -17,24 +17,26 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, pipeline
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
+from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.combine import combine
 from cute_moe.kernels.moe.down import down_column
 from cute_moe.kernels.moe.handover import clear_next, load_h
 from cute_moe.kernels.moe.lists import build_lists, load_scales
 from cute_moe.kernels.moe.memory import allocate, down_box_layout, init_barriers, up_layout
 from cute_moe.kernels.moe.quantise import quantise_x
-from cute_moe.kernels.moe.routing import route_token
+from cute_moe.kernels.moe.routing import load_logits, route_token
 from cute_moe.kernels.moe.spec import DOWN_COLS, MAX_GRID, MoeSpec
 from cute_moe.kernels.moe.stream import Weights, produce, up_box
 from cute_moe.kernels.moe.up import up_phase
 
 THREADS = 640
-REGISTERS_CONSUMER = 128
-REGISTERS_OTHER = 72
+REGISTERS_CONSUMER = 120
+REGISTERS_SINGLE = 64
+REGISTERS_LOADER = 88
 
 
 @cute.jit
@@ -55,7 +57,7 @@ def moe_kernel(
     x: cute.Tensor,
     logits: cute.Tensor,
     weights: Weights,
-    scales,
+    scales_down: cute.Tensor,
     out: cute.Tensor,
     scratch: cute.Tensor,
     spec: cutlass.Constexpr,
@@ -64,52 +66,74 @@ def moe_kernel(
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
-    shared = allocate(spec)
     h_words = cute.recast_ptr(scratch.iterator, dtype=Int32)
     epochs = h_words + 2 * spec.h_words
-    if warp == 8:
-        cpasync.prefetch_descriptor(weights.up_atom)
-        cpasync.prefetch_descriptor(weights.down_atom)
-    if tid == 0:
-        init_barriers(shared, spec)
-    if tid < spec.num_experts:
-        shared.mask[tid] = Int32(0)
-    cute.arch.sync_threads()
+    shared = allocate(cute.recast_ptr(epochs + MAX_GRID, dtype=Int64), spec)
     routed = pipeline.NamedBarrier(barrier_id=1, num_threads=288)
     consumers = pipeline.NamedBarrier(barrier_id=2, num_threads=256)
+    others_start = pipeline.NamedBarrier(barrier_id=3, num_threads=352)
+    consumers_start = pipeline.NamedBarrier(barrier_id=4, num_threads=288)
     if warp < 8:
-        cute.arch.setmaxregister_increase(REGISTERS_CONSUMER)
         quantise_x(x, tid, shared)
-        consumers.arrive_and_wait()
+        cute.arch.setmaxregister_increase(REGISTERS_CONSUMER)
+        consumers_start.arrive_and_wait()
+        if warp == 0:
+            stamp(shared.trace, "x_ready", spec)
         cute.arch.mbarrier_wait(shared.lists, 0)
-        cute.arch.mbarrier_wait(shared.scales, 0)
         half = warp // 4
         step = up_phase(tid % 128, half, h_words, shared, spec)
+        if warp == 0:
+            stamp(shared.trace, "up_done_0", spec)
+        if warp == 4:
+            stamp(shared.trace, "up_done_1", spec)
+        cute.arch.mbarrier_wait(shared.scales, 0)
         own = Int32(0)
         for column in cutlass.range(cta, spec.hidden // DOWN_COLS, spec.grid, unroll=1):
             step = down_column(own, step, tid % 128, half, shared, spec)
+            if warp == 0:
+                stamp(shared.trace, "down_done_0", spec)
+            if warp == 4:
+                stamp(shared.trace, "down_done_1", spec)
             consumers.arrive_and_wait()
             if half == 0:
                 combine(out, column, tid, shared, spec)
             consumers.arrive_and_wait()
             own = own + 1
+        if warp == 0:
+            stamp(shared.trace, "end", spec)
     elif warp < 12:
-        cute.arch.setmaxregister_decrease(REGISTERS_OTHER)
+        cute.arch.setmaxregister_decrease(REGISTERS_SINGLE)
         if warp == 8:
-            produce(weights, logits, shared, spec)
+            stamp(shared.trace, "start", spec)
+            raw = load_logits(logits, Int32(0))
+            cpasync.prefetch_descriptor(weights.up_atom)
+            cpasync.prefetch_descriptor(weights.down_atom)
+            init_barriers(shared, spec)
+            others_start.arrive()
+            consumers_start.arrive()
+            produce(weights, raw, shared, spec)
         elif warp == 9:
             epoch = take_epoch(epochs, spec)
+            others_start.arrive_and_wait()
             routed.arrive_and_wait()
+            stamp(shared.trace, "routed", spec)
             build_lists(x.shape[0], epoch, shared, spec)
-            load_scales(scales[0], scales[1], shared, spec)
+            stamp(shared.trace, "lists", spec)
+            load_scales(scales_down, shared, spec)
+            stamp(shared.trace, "scales", spec)
         elif warp == 10:
+            others_start.arrive_and_wait()
             clear_next(h_words, shared, spec)
     else:
-        cute.arch.setmaxregister_decrease(REGISTERS_OTHER)
-        if warp - 12 < x.shape[0]:
-            route_token(logits, warp - 12, shared, spec)
+        cute.arch.setmaxregister_decrease(REGISTERS_LOADER)
+        token = warp - 12
+        raw = load_logits(logits, cutlass.min(token, x.shape[0] - 1))
+        shared.mask[tid - 384] = Int32(0)
+        others_start.arrive_and_wait()
+        if token < x.shape[0]:
+            route_token(raw, token, shared, spec)
         routed.arrive()
-        load_h(h_words, warp - 12, shared, spec)
+        load_h(h_words, token, shared, spec)
 
 
 def up_view(w: cute.Tensor, spec: MoeSpec):
@@ -162,7 +186,7 @@ def launch_moe(
     )
     moe_kernel.set_name_prefix("mono_moe", remove_cutlass_symbol=True, keep_mangled_name=False)
     moe_kernel(
-        x, logits, Weights(up_atom, up, down_atom, down), (s_up, s_down), out, scratch, spec
+        x, logits, Weights(up_atom, up, down_atom, down, s_up), s_down, out, scratch, spec
     ).launch(
         grid=(spec.grid, 1, 1),
         block=(THREADS, 1, 1),

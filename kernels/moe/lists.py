@@ -1,4 +1,4 @@
-"""Phase 2: the lists that follow from the routing, and this CTA's scales; one warp.
+"""Phase 2: the lists that follow from the routing, and this CTA's down scales; one warp.
 
 Active experts stand in order of first appearance in (token, slot) order, so the first ones are
 those of token 0 and a producer can start on them before the lists exist. Four experts in a row
@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_moe.kernels.moe.memory import Shared
-from cute_moe.kernels.moe.spec import BATCH, MAX_CHUNKS, PAIRS
+from cute_moe.kernels.moe.spec import MAX_CHUNKS, PAIRS
 
 
 @cute.jit
@@ -96,29 +96,15 @@ def place_groups(count: Int32, shared: Shared) -> Int32:
 
 
 @cute.jit
-def load_scales(
-    scales_up: cute.Tensor, scales_down: cute.Tensor, shared: Shared, spec: cutlass.Constexpr
-):
-    """Bring the weight scales of this CTA's units and columns to shared memory, as fp32."""
+def load_scales(scales_down: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+    """Bring the weight scales of this CTA's down columns to shared memory, as fp32."""
     lane = cute.arch.lane_idx()
     cta, _, _ = cute.arch.block_idx()
     active = shared.meta[0]
-    units = active * spec.units_per_expert
-    # Batches: all loads of one are in flight before the first is stored.
-    for first in cutlass.range(0, (units - cta + spec.grid - 1) // spec.grid, BATCH, unroll=1):
-        up = cute.make_rmem_tensor(BATCH, Float32)
-        for i in cutlass.range_constexpr(BATCH):
-            unit = cta + (first + i) * spec.grid
-            up[i] = Float32(0.0)
-            if unit < units:
-                expert = shared.experts[unit // spec.units_per_expert]
-                block = (unit % spec.units_per_expert) * 32 // 128 + (lane >> 4) * spec.h_blocks
-                up[i] = scales_up[expert, block, lane & 15].to(Float32)
-        for i in cutlass.range_constexpr(BATCH):
-            shared.up_scale[(first + i) * 32 + lane] = up[i]
     each = cutlass.const_expr(PAIRS * spec.h_blocks // 32)
     base = lane
     for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
+        # All loads are in flight before the first is stored.
         down = cute.make_rmem_tensor(each, Float32)
         for i in cutlass.range_constexpr(each):
             index = (lane + 32 * i) >> 2

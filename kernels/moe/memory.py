@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -15,6 +15,11 @@ from cute_moe.kernels.moe.spec import BLOCK, MAX_CHUNKS, PAIRS, STAGE_BYTES, UNI
 LOADER_WARPS = 8
 CONSUMER_WARPS = 8
 NUM_META = 4  # active experts, chunks, parity; one unused word for alignment
+
+
+def dtype_of(name: str):
+    """The DSL's type of a dtype that a spec names."""
+    return {"bfloat16": BFloat16, "float32": Float32}[name]
 
 
 def swizzle_atom():
@@ -43,7 +48,7 @@ def down_group_layout(spec: MoeSpec):
 
 @dataclass(frozen=True)
 class Shared:
-    """Views of shared memory, flat where no shape is given; the last six are mbarriers."""
+    """Views of shared memory, flat where no shape is given; then six mbarriers, and the trace."""
 
     up: cute.Tensor  # ring, (64, 256, stages) e4m3
     down_box: cute.Tensor  # the same bytes, (16, N, 1, 2 stages)
@@ -54,7 +59,7 @@ class Shared:
     h_bytes: cute.Pointer
     x_scale: cute.Tensor  # [K/128][8] fp32
     h_scale: cute.Tensor  # [chunks][N/128][8] fp32
-    up_scale: cute.Tensor  # [own units][gate, up][K/128] fp32
+    up_scale: cute.Tensor  # [own units][gate, up][K/128], as stored
     down_scale: cute.Tensor  # [own column blocks][expert index][N/128] fp32
     partial: cute.Tensor  # [pair][16] fp32
     weight: cute.Tensor  # [pair] fp32
@@ -73,9 +78,10 @@ class Shared:
     lists: cute.Pointer
     scales: cute.Pointer
     gate: cute.Pointer
+    trace: cute.Pointer  # int64 [grid][events] in global memory, behind the epochs
 
 
-def allocate(spec: MoeSpec) -> Shared:
+def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
     """Lay out shared memory (the same addresses in every thread)."""
     sm = SmemAllocator()
 
@@ -102,7 +108,7 @@ def allocate(spec: MoeSpec) -> Shared:
         h_bytes=h,
         x_scale=words(Float32, spec.k_blocks * 8),
         h_scale=words(Float32, MAX_CHUNKS * spec.h_blocks * 8),
-        up_scale=words(Float32, spec.max_own_units * 2 * spec.k_blocks),
+        up_scale=words(dtype_of(spec.scales_up_dtype), spec.max_own_units * 2 * spec.k_blocks),
         down_scale=words(Float32, spec.max_own_columns * PAIRS * spec.h_blocks),
         partial=words(Float32, PAIRS * 16),
         weight=words(Float32, PAIRS),
@@ -121,23 +127,30 @@ def allocate(spec: MoeSpec) -> Shared:
         lists=tail,
         scales=tail + 1,
         gate=tail + 2,
+        trace=trace,
     )
 
 
 @cute.jit
 def init_barriers(shared: Shared, spec: cutlass.Constexpr):
-    """Initialise every mbarrier; one thread, before the CTA-wide barrier."""
-    for s in cutlass.range_constexpr(spec.stages):
-        cute.arch.mbarrier_init(shared.full + s, 1)
-        cute.arch.mbarrier_init(shared.empty + s, CONSUMER_WARPS)
-    # Writers arrive one by one, each for its own stores: the happens-before is then plain to
-    # race checkers too, which do not follow a warp barrier into one lane's arrival.
-    for c in cutlass.range_constexpr(MAX_CHUNKS):
-        cute.arch.mbarrier_init(shared.h_ready + c, 32 * LOADER_WARPS)
-    cute.arch.mbarrier_init(shared.lists, 32)
-    cute.arch.mbarrier_init(shared.scales, 32)
-    cute.arch.mbarrier_init(shared.gate, 1)
-    cute.arch.mbarrier_init_fence()
+    """Initialise every mbarrier; one warp, before the barrier that the others wait at.
+
+    One lane with constant addresses: the instruction takes uniform registers only, so that an
+    init per lane becomes a loop over the lanes.
+    """
+    with cute.arch.elect_one():
+        for s in cutlass.range_constexpr(spec.stages):
+            cute.arch.mbarrier_init(shared.full + s, 1)
+            cute.arch.mbarrier_init(shared.empty + s, CONSUMER_WARPS)
+        # Writers arrive one by one, each for its own stores: the happens-before is then plain to
+        # race checkers too, which do not follow a warp barrier into one lane's arrival.
+        for c in cutlass.range_constexpr(MAX_CHUNKS):
+            cute.arch.mbarrier_init(shared.h_ready + c, 32 * LOADER_WARPS)
+        cute.arch.mbarrier_init(shared.lists, 32)
+        cute.arch.mbarrier_init(shared.scales, 32)
+        cute.arch.mbarrier_init(shared.gate, 1)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_warp()
 
 
 @cute.jit

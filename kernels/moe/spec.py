@@ -13,8 +13,28 @@ DOWN_COLS = 16  # output columns of one down column block
 GROUP = 4  # experts stacked in one down WGMMA
 PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
 MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
-BATCH = 8  # up units whose scales are loaded at once
 MAX_GRID = 256  # epoch words kept in the scratchpad
+EVENTS = (  # of a traced launch, by role; see cute_moe.trace
+    "start",
+    "routed",
+    "lists",
+    "scales",
+    "x_ready",
+    "first_copy",
+    "up_issued",
+    "down_issued",
+    "first_tile",
+    "up_done_0",
+    "up_done_1",
+    "h_first",
+    "h_ready",
+    "down_start",
+    "h_go",
+    "first_product",
+    "down_done_0",
+    "down_done_1",
+    "end",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +53,7 @@ class MoeSpec:
     raw_rows: bool = True
     grid: int = 132
     stages: int = 6
+    trace: tuple[str, ...] = ()  # events to stamp, normally none
 
     def __post_init__(self) -> None:
         if (self.num_experts, self.hidden, self.intermediate) != (256, 2048, 512):
@@ -71,8 +92,13 @@ class MoeSpec:
 
     @property
     def max_own_units(self) -> int:
-        """Most up units that one CTA can get (every pair its own expert), in whole batches."""
-        return _round_up(-(-PAIRS * self.units_per_expert // self.grid), BATCH)
+        """Most up units that one CTA can get: every pair its own expert."""
+        return -(-PAIRS * self.units_per_expert // self.grid)
+
+    @property
+    def unit_scale_bytes(self) -> int:
+        """Scales of the gate or the up rows of one up unit."""
+        return self.k_blocks * (4 if self.scales_up_dtype == "float32" else 2)
 
     @property
     def column_blocks(self) -> int:
@@ -96,7 +122,6 @@ class MoeSpec:
         words = (
             self.k_blocks * 8
             + MAX_CHUNKS * self.h_blocks * 8
-            + self.max_own_units * 2 * self.k_blocks
             + self.max_own_columns * PAIRS * self.h_blocks
             + PAIRS * (DOWN_COLS + 2)  # partial, weight, pick
             + 2 * self.num_experts  # mask, index
@@ -106,12 +131,14 @@ class MoeSpec:
             + 4  # meta
         )
         barriers = 8 * (2 * self.stages + MAX_CHUNKS + 3)
-        return _round_up(tiles + _round_up(barriers, 16) + 4 * words, 16)
+        unit_scales = self.max_own_units * 2 * self.unit_scale_bytes
+        return _round_up(tiles + _round_up(barriers, 16) + unit_scales + 4 * words, 16)
 
     @property
     def scratch_regions(self) -> tuple[tuple[str, int], ...]:
         """(name, bytes) of the scratchpad; all zeroed once, then kept in order by the kernel."""
-        return (("h", 2 * 4 * self.h_words), ("epoch", 4 * MAX_GRID))
+        regions = (("h", 2 * 4 * self.h_words), ("epoch", 4 * MAX_GRID))
+        return (*regions, ("trace", 8 * self.grid * len(self.trace))) if self.trace else regions
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -12,20 +12,22 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp
-from cute_moe.kernels.moe.routing import load_keys, pop_best
+from cute_moe.kernels.moe.routing import is_packed, pop_best, sort_candidates
 from cute_moe.kernels.moe.spec import STAGE_BYTES
 
 EVICT_FIRST = 0x12F0000000000000
 
 
 class Weights(NamedTuple):
-    """TMA atoms and coordinate tensors of both weight tensors."""
+    """TMA atoms and coordinate tensors of both weight tensors, and the scales of the up weights."""
 
     up_atom: cute.CopyAtom
     up: cute.Tensor
     down_atom: cute.CopyAtom
     down: cute.Tensor
+    scales_up: cute.Tensor
 
 
 @cute.jit
@@ -38,16 +40,19 @@ def acquire(shared: Shared, step: Int32, num_bytes: Int32, spec: cutlass.Constex
 
 
 @cute.jit
-def first_expert(logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
-    """Expert of this CTA's first unit, from token 0 alone where possible: (expert, has one)."""
+def first_expert(raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+    """Expert of this CTA's first unit, from token 0 alone where possible: (expert, has one).
+
+    raw: this lane's logits of token 0.
+    """
     cta, _, _ = cute.arch.block_idx()
     rank = cta // spec.units_per_expert
     expert = Int32(0)
     has = Boolean(True)
     if rank < spec.top_k:
-        keys = load_keys(logits, Int32(0))
+        keys, experts = sort_candidates(raw)
         for _ in cutlass.range(rank + 1, unroll=1):
-            _, expert = pop_best(keys)
+            _, expert = pop_best(keys, experts, is_packed(raw))
     else:
         cute.arch.mbarrier_wait(shared.lists, 0)
         has = Boolean(rank < shared.meta[0])
@@ -57,7 +62,35 @@ def first_expert(logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
 
 
 @cute.jit
-def stream_up(weights: Weights, logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+def copy_unit_scales(
+    weights: Weights, unit: Int32, expert: Int32, stage: Int32, shared: Shared, spec
+):
+    """The scales of a unit's gate and up rows; they complete on the barrier of `stage`."""
+    cta, _, _ = cute.arch.block_idx()
+    dtype = weights.scales_up.element_type
+    atom = cute.make_copy_atom(
+        cpasync.CopyBulkG2SOp(), dtype, num_bits_per_copy=8 * spec.unit_scale_bytes
+    )
+    own = (unit - cta) // spec.grid
+    block = unit % spec.units_per_expert * 32 // 128
+    row = cute.make_layout(spec.k_blocks)
+    with cute.arch.elect_one():
+        for half in cutlass.range_constexpr(2):
+            source = (expert * 2 + half) * spec.h_blocks + block
+            cute.copy(
+                atom,
+                cute.make_tensor(
+                    (weights.scales_up.iterator + source * spec.k_blocks).align(16), row
+                ),
+                cute.make_tensor(
+                    (shared.up_scale.iterator + (own * 2 + half) * spec.k_blocks).align(16), row
+                ),
+                mbar_ptr=shared.full + stage,
+            )
+
+
+@cute.jit
+def stream_up(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
     """Issue every up unit of this CTA; returns the number of ring steps taken."""
     cta, _, _ = cute.arch.block_idx()
     tiles = cute.local_tile(weights.up, up_box(spec), (None, None))
@@ -69,13 +102,19 @@ def stream_up(weights: Weights, logits: cute.Tensor, shared: Shared, spec: cutla
         cute.group_modes(tiles, 0, 2),
     )
     per_expert = cutlass.const_expr(spec.units_per_expert)
-    expert, has = first_expert(logits, shared, spec)
+    expert, has = first_expert(raw, shared, spec)
+    stamp(shared.trace, "first_copy", spec)
     unit = Int32(cta)
     step = Int32(0)
     while has:
         for s in cutlass.range(spec.unit_stages, unroll=1):
-            acquire(shared, step, Int32(STAGE_BYTES), spec)
+            num_bytes = Int32(STAGE_BYTES)
+            if s == 0:
+                num_bytes = Int32(STAGE_BYTES + 2 * spec.unit_scale_bytes)
+            acquire(shared, step, num_bytes, spec)
             stage = step % spec.stages
+            if s == 0:
+                copy_unit_scales(weights, unit, expert, stage, shared, spec)
             part = unit % per_expert
             if cutlass.const_expr(spec.raw_rows):
                 coord = ((0, expert, part), (0, s))
@@ -134,9 +173,11 @@ def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Con
 
 
 @cute.jit
-def produce(weights: Weights, logits: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
-    """The producer warp's whole life."""
-    step = stream_up(weights, logits, shared, spec)
+def produce(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
+    """The producer warp's whole life; raw: this lane's logits of token 0."""
+    step = stream_up(weights, raw, shared, spec)
+    stamp(shared.trace, "up_issued", spec)
     arrive_warp(shared.gate)
     cute.arch.mbarrier_wait(shared.lists, 0)
     stream_down(weights, step, shared, spec)
+    stamp(shared.trace, "down_issued", spec)

@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp, k_blocks_per_stage
 
 
@@ -76,14 +77,16 @@ def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.C
     total.fill(0.0)
     column = 2 * (tid & 3)
     for s in cutlass.range(spec.unit_stages, unroll=1):
-        stage = step % spec.stages
+        stage = cute.arch.make_warp_uniform(step % spec.stages)
         cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
+        if (own + s == 0) & (tid < 32):
+            stamp(shared.trace, "first_tile", spec)
         issue(mma, accs, a[None, None, None, stage], b, 8 * s)
         scale = cute.make_rmem_tensor((4, 2), Float32)
         for block in cutlass.range_constexpr(k_blocks_per_stage()):
             kb = 2 * s + block
-            gate = shared.up_scale[own * 32 + kb]
-            up = shared.up_scale[own * 32 + 16 + kb]
+            gate = shared.up_scale[2 * own * spec.k_blocks + kb].to(Float32)
+            up = shared.up_scale[(2 * own + 1) * spec.k_blocks + kb].to(Float32)
             for i in cutlass.range_constexpr(2):
                 x_scale = shared.x_scale[kb * 8 + column + i]
                 scale[i, block] = gate * x_scale

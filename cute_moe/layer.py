@@ -26,6 +26,7 @@ class MoELayer(torch.nn.Module):
     Buffers `w_up`, `s_up`, `w_down`, `s_down` and, where the checkpoint has it, `router_weight`,
     as in `LayerTensors`; they keep their dtype under `.to(dtype)`, `.half()` and the like. The
     layer owns one scratchpad, so its calls must not overlap: one stream at a time.
+    `programmatic` (False) may be set at any time; see `mono_moe` for it and for `activations`.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class MoELayer(torch.nn.Module):
         top_k: int = DEFAULT_TOP_K,
         scoring_func: str = "softmax",
         renormalize: bool = True,
+        activations: str = "fp8",
     ) -> None:
         """Takes the tensors as they are, without a copy; raises as `mono_moe` does."""
         super().__init__()
         self.top_k, self.scoring_func, self.renormalize = top_k, scoring_func, renormalize
+        self.activations, self.programmatic = activations, False
         for name in ("w_up", "s_up", "w_down", "s_down", "router_weight"):
             self.register_buffer(name, getattr(tensors, name))
         self._scratchpad = _scratchpad_on(self.w_up.device)
@@ -52,6 +55,7 @@ class MoELayer(torch.nn.Module):
         top_k: int | None = None,
         scoring_func: str | None = None,
         renormalize: bool | None = None,
+        activations: str = "fp8",
         progress: bool = True,
     ) -> "MoELayer":
         """Layer `layer` of a block-FP8 safetensors checkpoint.
@@ -65,28 +69,31 @@ class MoELayer(torch.nn.Module):
         routing = {**config, **{name: v for name, v in given.items() if v is not None}}
         if device is None:
             device = "cuda" if has_monomoe() else "cpu"
-        return cls(load_layer(directory, layer, device, progress), **routing)
+        tensors = load_layer(directory, layer, device, progress)
+        return cls(tensors, activations=activations, **routing)
 
-    @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """hidden_states [.., K] bf16, router_logits [.., E] bf16 or fp32 -> new [.., K] bf16.
 
         More than 8 tokens run as one launch per 8: each token gets the same bits as alone. Raises
         ValueError or TypeError as `mono_moe` does.
         """
-        if hidden_states.dim() < 1 or hidden_states.shape[:-1] != router_logits.shape[:-1]:
+        shape = hidden_states.shape
+        if len(shape) == router_logits.dim() == 2 and shape[0] <= MAX_TOKENS:  # a decode step
+            return self._run(hidden_states.contiguous(), router_logits.contiguous())
+        if not shape or shape[:-1] != router_logits.shape[:-1]:
             raise ValueError(
                 "router_logits: expected the leading sizes of hidden_states, "
-                f"{list(hidden_states.shape[:-1])}; got {list(router_logits.shape)}"
+                f"{list(shape[:-1])}; got {list(router_logits.shape)}"
             )
-        tokens = math.prod(hidden_states.shape[:-1])
-        x = hidden_states.reshape(tokens, hidden_states.shape[-1]).contiguous()
+        tokens = math.prod(shape[:-1])
+        x = hidden_states.reshape(tokens, shape[-1]).contiguous()
         logits = router_logits.reshape(tokens, router_logits.shape[-1]).contiguous()
         out = torch.empty_like(x)
         for first in range(0, max(tokens, 1), MAX_TOKENS):
             rows = slice(first, first + MAX_TOKENS)
             self._run(x[rows], logits[rows], out[rows])
-        return out.view(hidden_states.shape)
+        return out.view(shape)
 
     @torch.no_grad()
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -109,26 +116,31 @@ class MoELayer(torch.nn.Module):
             f"renormalize={self.renormalize}"
         )
 
-    def _run(self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor) -> None:
-        mono_moe(
+    def _run(
+        self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        buffers = self._buffers  # as attributes, each would cost a microsecond
+        return mono_moe(
             x,
             logits,
-            self.w_up,
-            self.s_up,
-            self.w_down,
-            self.s_down,
+            buffers["w_up"],
+            buffers["s_up"],
+            buffers["w_down"],
+            buffers["s_down"],
             self.top_k,
             self.scoring_func,
             self.renormalize,
             out=out,
             scratchpad=self._scratchpad,
+            activations=self.activations,
+            programmatic=self.programmatic,
         )
 
     def _check_weights(self) -> None:
         """A call without tokens: checks every tensor and option, computes nothing."""
         experts, hidden = self.w_down.shape[:2]
         x = self.w_up.new_empty(0, hidden, dtype=torch.bfloat16)
-        self._run(x, x.new_empty(0, experts), torch.empty_like(x))
+        self._run(x, x.new_empty(0, experts))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves the buffers as torch asks, but never casts them: e4m3 means nothing in bf16."""

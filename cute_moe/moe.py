@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from cute_moe import reference
 from cute_moe.host.check import Contract, TensorRule
 from cute_moe.host.device import device_facts, has_sm90
 from cute_moe.host.launch import KernelCache
-from cute_moe.host.scratch import Region, ScratchLayout
+from cute_moe.host.scratch import BASE_ALIGN, Region, ScratchLayout
 from cute_moe.kernels.moe.spec import MAX_TOKENS, MAX_TOP_K, MoeSpec
 
 SHAPE = MoeSpec()
@@ -87,14 +89,28 @@ def _swap_row_groups(w: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
     return swapped.view(e, rows, k).view(w.dtype)
 
 
-def _check_options(top_k: int, scoring_func: str, renormalize: bool, interleave_up: bool) -> None:
+def _check_options(
+    top_k: int,
+    scoring_func: str,
+    renormalize: bool,
+    interleave_up: bool,
+    activations: str,
+    programmatic: bool,
+) -> None:
     if isinstance(top_k, bool) or not isinstance(top_k, int):
         raise TypeError(f"top_k: expected an int, got {type(top_k).__name__}")
     if not 1 <= top_k <= MAX_TOP_K:
         raise ValueError(f"top_k: expected 1..{MAX_TOP_K}, got {top_k}")
     if scoring_func not in ("softmax", "sigmoid"):
         raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {scoring_func!r}")
-    for name, value in (("renormalize", renormalize), ("interleave_up", interleave_up)):
+    if activations not in ("fp8", "bf16"):
+        raise ValueError(f"activations: expected 'fp8' or 'bf16', got {activations!r}")
+    flags = {
+        "renormalize": renormalize,
+        "interleave_up": interleave_up,
+        "programmatic": programmatic,
+    }
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
 
@@ -112,6 +128,8 @@ def mono_moe(
     out: torch.Tensor | None = None,
     scratchpad: torch.Tensor | None = None,
     interleave_up: bool = True,
+    activations: str = "fp8",
+    programmatic: bool = False,
 ) -> torch.Tensor:
     """One MoE layer for M = 0..8 tokens, in one kernel launch on torch's current stream.
 
@@ -127,6 +145,10 @@ def mono_moe(
       renormalize          divide the top_k weights by their sum
       out                  [M, K] bf16, not overlapping an input; allocated when None
       scratchpad           from `alloc_scratchpad`, one per stream; a fresh one when None
+      activations          "fp8": x and h are quantised to e4m3 per token and 128 features, the
+                           usual block-FP8 arithmetic; "bf16": x and h keep bf16 precision
+      programmatic         programmatic dependent launch: the kernel starts while the one ahead of
+                           it on the stream drains, and waits for that one's end before it reads
 
     Returns out. The same input gives the same bits in every run, batch and scratchpad. With out
     and scratchpad given, nothing is allocated and nothing synchronises; a CUDA graph can capture
@@ -134,44 +156,81 @@ def mono_moe(
     Raises TypeError or ValueError, naming the argument, before anything is launched or written;
     RuntimeError where the GPU cannot run the kernel or the first call lies inside a capture.
     """
-    _check_options(top_k, scoring_func, renormalize, interleave_up)
+    options = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
     inputs = (activations_in, router_logits, expert_weights_up, expert_scales_up,
               expert_weights_down, expert_scales_down)  # fmt: skip
+    failure = None
+    try:
+        key = (*options, router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
+               activations_in.device)  # fmt: skip
+        kernel = _KERNELS.lookup(key)
+        # True and 8.0 find what 1 and 8 find, hence the look at the types.
+        flags = type(renormalize) is type(interleave_up) is type(programmatic) is bool
+        exact = flags and type(top_k) is int
+        if kernel is not None and exact and 0 < activations_in.size(0) <= MAX_TOKENS:
+            return _launch(kernel, inputs, out, scratchpad)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        failure = error
+    _check_options(*options)  # These two name the wrong argument, if there is one.
+    tokens = _check_tensors(inputs, out, scratchpad)
+    if failure:
+        raise failure
+    if tokens and activations_in.device.type == "cuda":
+        kernel = _KERNELS.get(_spec(key), activations_in.device, key)
+        return _launch(kernel, inputs, out, scratchpad)
     if out is None:
-        tokens = _INPUTS.check(inputs)["M"]
         out = torch.empty_like(activations_in)
-    else:
-        tokens = _CONTRACT.check((*inputs, out))["M"]
-        _check_overlap(out, inputs)
-    device = activations_in.device
-    if scratchpad is not None:
-        _SCRATCH.check(scratchpad, device)
-    if tokens == 0:
-        return out
-    if device.type != "cuda":
+    if tokens:
         weights = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
-        result = reference.moe_block_fp8(
-            activations_in, router_logits, weights, *inputs[3:], top_k, scoring_func, renormalize
-        )
-        return out.copy_(result)
+        compute = reference.moe_block_fp8 if activations == "fp8" else reference.moe_fp32
+        with torch.no_grad():
+            out.copy_(compute(*inputs[:2], weights, *inputs[3:], *options[:3]))
+    return out
+
+
+def _launch(
+    kernel: Callable[..., None],
+    inputs: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
+    scratchpad: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch; the compiled code itself rejects tensors that break the contract, in its words."""
+    x = inputs[0]
+    if out is None:
+        out = torch.empty_like(x)
+    else:
+        _check_overlap(out, x, inputs[1])
     if scratchpad is None:
-        scratchpad = alloc_scratchpad(device)
-    key = (top_k, scoring_func, renormalize, interleave_up, router_logits.dtype,
-           expert_scales_up.dtype, expert_scales_down.dtype, device.index)  # fmt: skip
-    kernel = _KERNELS.lookup(key) or _KERNELS.get(_spec(key), device, key)
-    if scratchpad.numel() != _SCRATCH.nbytes:
+        scratchpad = alloc_scratchpad(x.device)
+    elif scratchpad.numel() != _SCRATCH.nbytes or scratchpad.data_ptr() % BASE_ALIGN:
+        _SCRATCH.check(scratchpad, x.device)
         scratchpad = scratchpad[: _SCRATCH.nbytes]
-    if torch.cuda.current_device() == device.index:
+    if torch.cuda.current_device() == x.get_device():
         kernel(*inputs, out, scratchpad)
     else:
-        with torch.cuda.device(device):
+        with torch.cuda.device(x.device):
             kernel(*inputs, out, scratchpad)
     return out
 
 
+def _check_tensors(
+    inputs: tuple[torch.Tensor, ...], out: torch.Tensor | None, scratchpad: torch.Tensor | None
+) -> int:
+    """The number of tokens. Raises TypeError or ValueError that names the wrong argument."""
+    if out is None:
+        tokens = _INPUTS.check(inputs)["M"]
+    else:
+        tokens = _CONTRACT.check((*inputs, out))["M"]
+        _check_overlap(out, *inputs[:2])
+    if scratchpad is not None:
+        _SCRATCH.check(scratchpad, inputs[0].device)
+    return tokens
+
+
 def _spec(key: tuple) -> MoeSpec:
     """The kernel variant of a launch key."""
-    top_k, scoring, renormalize, raw_rows, logits, scales_up, scales_down, index = key
+    top_k, scoring, renormalize, raw_rows, activations, programmatic, *dtypes, device = key
+    logits, scales_up, scales_down = dtypes
     return MoeSpec(
         top_k=top_k,
         scoring=scoring,
@@ -180,14 +239,16 @@ def _spec(key: tuple) -> MoeSpec:
         scales_up_dtype=_DTYPE_NAMES[scales_up],
         scales_down_dtype=_DTYPE_NAMES[scales_down],
         raw_rows=raw_rows,
-        grid=device_facts(index).sm_count,
+        activations=activations,
+        programmatic=programmatic,
+        grid=device_facts(device.index).sm_count,
     )
 
 
-def _check_overlap(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Raise ValueError when `out` shares memory with activations_in or router_logits."""
-    start = out.data_ptr()
-    end = start + out.nbytes
-    for name, tensor in zip(("activations_in", "router_logits"), inputs, strict=False):
-        if tensor.data_ptr() < end and start < tensor.data_ptr() + tensor.nbytes:
-            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
+def _check_overlap(out: torch.Tensor, x: torch.Tensor, logits: torch.Tensor) -> None:
+    """Raise ValueError when `out`, as large as activations_in, shares memory with an input."""
+    start, nbytes = out.data_ptr(), out.nbytes
+    for_x, for_logits = start - x.data_ptr(), start - logits.data_ptr()
+    if -nbytes < for_x < nbytes or -nbytes < for_logits < logits.nbytes:
+        name = "activations_in" if -nbytes < for_x < nbytes else "router_logits"
+        raise ValueError(f"out: expected memory of its own, got an overlap with {name}")

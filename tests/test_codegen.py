@@ -3,6 +3,7 @@
 import pytest
 
 from cute_moe.host.compile import compile_report
+from cute_moe.kernels.moe.spec import MoeSpec
 from cute_moe.kernels.registry import kernels
 
 SMEM_LIMIT = 227 * 1024
@@ -16,9 +17,27 @@ def test_machine_code(name, spec, build) -> None:
     assert report.stack_bytes == 0
     assert not counts["LDL"] and not counts["STL"], "local memory"
     assert report.smem_bytes <= SMEM_LIMIT
+    if isinstance(spec, MoeSpec):
+        check_moe(report, spec)
+    if type(spec).__module__ == "cute_moe.kernels.dispatch.spec":
+        check_dispatch(report, spec)
+
+
+def check_moe(report, spec: MoeSpec) -> None:
+    counts = report.counts
     assert report.smem_bytes == spec.smem_bytes
-    assert counts["QGMMA.64x8x32"] > 0
+    assert counts[f"QGMMA.64x{8 * spec.terms}x32"] == counts["QGMMA"] > 0
     assert counts["UTMALDG.5D"] == (2 if spec.raw_rows else 1)
     assert counts["UTMALDG"] == 2
     assert counts["USETMAXREG"] == 3, "one per role branch"
+    assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"
+    assert bool(counts["ACQBULK"]) == bool(counts["PREEXIT"]) == spec.programmatic
+
+
+def check_dispatch(report, spec) -> None:
+    counts = report.counts
+    assert report.smem_bytes == spec.smem_bytes
+    if getattr(spec, "vector", 0) == 16:
+        assert counts["STG.E.128"] > 0
+    assert bool(counts["UBLKCP"]) == getattr(spec, "bulk", False)
     assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"

@@ -22,10 +22,12 @@ def any_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets small layers run: `mono_moe` without its fixed shape. Gives the tokens of each call."""
     calls = []
 
-    def mono_moe(x, logits, *arguments, out, scratchpad):
+    def mono_moe(x, logits, *arguments, out, scratchpad, activations, programmatic):
         assert x.is_contiguous() and logits.is_contiguous() and len(x) <= 8
+        assert activations == "fp8" and programmatic is False
         calls.append(len(x))
-        out.copy_(reference.moe_block_fp8(x, logits, *arguments))
+        result = reference.moe_block_fp8(x, logits, *arguments)
+        return result if out is None else out.copy_(result)
 
     monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
     return calls
@@ -113,9 +115,16 @@ def test_strided_inputs(small) -> None:
     assert torch.equal(small(x, logits), flat.view(4, 3, -1))
 
 
-def test_no_gradient(small) -> None:
+def test_router_without_gradient(small) -> None:
     x = torch.randn(2, SMALL.hidden).bfloat16().requires_grad_()
-    assert not small(x, small.router_logits(x)).requires_grad
+    assert not small.router_logits(x).requires_grad
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_no_gradient(full, tokens) -> None:
+    x = torch.randn(tokens, FULL.hidden).bfloat16().requires_grad_()
+    logits = torch.randn(tokens, FULL.num_experts).requires_grad_()
+    assert not full(x, logits).requires_grad
 
 
 def test_router(small) -> None:

@@ -7,6 +7,7 @@ import torch
 from moe_cases import E, K, N
 
 import cute_moe
+from cute_moe import moe
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def test_signature() -> None:
     assert names == [
         "activations_in", "router_logits", "expert_weights_up", "expert_scales_up",
         "expert_weights_down", "expert_scales_down", "top_k", "scoring_func", "renormalize",
-        "out", "scratchpad", "interleave_up",
+        "out", "scratchpad", "interleave_up", "activations", "programmatic",
     ]  # fmt: skip
 
 
@@ -74,9 +75,92 @@ def test_bad_types(arguments, name, value) -> None:
         cute_moe.mono_moe(**{**arguments, name: value})
 
 
-def test_out_must_not_overlap(arguments) -> None:
-    with pytest.raises(ValueError, match="out"):
-        cute_moe.mono_moe(**arguments, out=arguments["activations_in"])
+@pytest.mark.parametrize(
+    "start, name",
+    [
+        (2 * K, None), (2 * K + 8, "activations_in"), (4 * K, "activations_in"),
+        (6 * K - 8, "activations_in"), (6 * K, None), (6 * K + 8, "router_logits"),
+        (8 * K, "router_logits"), (8 * K + 4 * E - 8, "router_logits"), (8 * K + 4 * E, None),
+    ],
+)  # fmt: skip
+def test_out_must_not_overlap(arguments, start, name) -> None:
+    memory = torch.zeros(12 * K, dtype=torch.bfloat16)
+    own = dict(
+        activations_in=memory[4 * K : 6 * K].view(2, K),
+        router_logits=memory[8 * K : 8 * K + 4 * E].view(torch.float32).view(2, E),
+        out=memory[start : start + 2 * K].view(2, K),
+    )
+    if name is None:
+        assert cute_moe.mono_moe(**{**arguments, **own}) is own["out"]
+    else:
+        with pytest.raises(ValueError, match=f"^out: .* overlap with {name}$"):
+            cute_moe.mono_moe(**{**arguments, **own})
+
+
+def launched(monkeypatch, kernel) -> None:
+    """Makes the function believe that `kernel` is compiled and has run for these dtypes."""
+    monkeypatch.setattr(moe._KERNELS, "lookup", lambda key: kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # as get_device() on the CPU
+
+
+@pytest.mark.parametrize(
+    "name, value, kind",
+    [
+        ("router_logits", torch.zeros(3, E), ValueError),
+        ("expert_scales_down", None, TypeError),
+        ("activations_in", torch.zeros(9, K, dtype=torch.bfloat16), ValueError),
+        ("activations_in", torch.tensor(0.0), ValueError),
+        ("out", [1.0], TypeError),
+        ("scratchpad", torch.zeros(16, dtype=torch.uint8), ValueError),
+        ("scratchpad", 7, TypeError),
+        ("top_k", True, TypeError),
+        ("top_k", 1.0, TypeError),
+        ("renormalize", 1, TypeError),
+        ("interleave_up", 1, TypeError),
+        ("activations", "fp16", ValueError),
+        ("activations", None, ValueError),
+        ("programmatic", 1, TypeError),
+        ("scoring_func", ["softmax"], ValueError),
+    ],
+)
+def test_later_calls_are_refused_in_the_same_words(
+    arguments, monkeypatch, name, value, kind
+) -> None:
+    def refuse(*tensors: object) -> None:
+        raise ValueError("argument #3: other words")
+
+    launched(monkeypatch, refuse)
+    with pytest.raises(kind, match=f"^{name}: expected"):
+        cute_moe.mono_moe(**{**arguments, name: value})
+
+
+def test_later_calls_launch_or_fail_as_the_kernel_does(arguments, monkeypatch) -> None:
+    calls = []
+    launched(monkeypatch, lambda *tensors: calls.append(tensors))
+    out = torch.empty(2, K, dtype=torch.bfloat16)
+    assert cute_moe.mono_moe(**arguments, out=out) is out
+    assert len(calls) == 1 and calls[0][6] is out and len(calls[0]) == 8
+    pad = torch.zeros(1 << 20, dtype=torch.uint8)
+    pad = pad[-pad.data_ptr() % 128 :]
+    cute_moe.mono_moe(**arguments, scratchpad=pad)
+    given = calls[1][7]
+    assert given.data_ptr() == pad.data_ptr()
+    assert given.numel() == cute_moe.get_scratchpad_size_bytes()
+    with pytest.raises(ValueError, match="scratchpad: expected .* 128-byte aligned"):
+        cute_moe.mono_moe(**arguments, scratchpad=pad[16:])
+
+    def fail(*tensors: object) -> None:
+        raise RuntimeError("no launch")
+
+    launched(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="^no launch$"):
+        cute_moe.mono_moe(**arguments)
+    assert len(calls) == 2
+
+
+def test_no_gradient(arguments) -> None:
+    x = arguments["activations_in"].clone().requires_grad_()
+    assert not cute_moe.mono_moe(**{**arguments, "activations_in": x}).requires_grad
 
 
 def test_interleave() -> None:

@@ -10,13 +10,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_moe.kernels.device.quant import quantize, swizzled_offset, unpack_bf16
+from cute_moe.kernels.device.quant import swizzled_offset, to_terms, unpack_bf16
 from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe.memory import LOADER_WARPS, Shared
+from cute_moe.kernels.moe import memory
+from cute_moe.kernels.moe.memory import Shared
+from cute_moe.kernels.moe.spec import MAX_CHUNKS
 
 POLL_LIMIT = 1 << 24  # polls of about 1 us each before a lost writer traps
-ROWS = 4  # rows of h that a loader warp has in flight
-NAP_NS, NAPS = 200, 10  # between polls while the CTA still has up units to issue
+NAP_NS, NAPS = 200, 30  # between polls while the CTA still has up units to issue
+
+
+def rows_in_flight(spec) -> int:
+    """Rows of h that a loader warp reads at once; two terms need registers of their own."""
+    return 4 // spec.terms
 
 
 @cute.jit
@@ -62,29 +68,31 @@ def count_written(
 
 
 @cute.jit
-def stage_rows(
-    h_in: cute.Pointer, first: Int32, count: Int32, warp: Int32, shared: Shared, spec
-):
+def stage_rows(h_in: cute.Pointer, first: Int32, count: Int32, warp: Int32, shared: Shared, spec):
     """Quantise this warp's row of each chunk into shared memory and arrive on the chunk.
 
-    All rows (at most ROWS) are in flight before the first is looked at.
+    All rows (at most `rows_in_flight`) are in flight before the first is looked at.
     """
     lane = cute.arch.lane_idx()
-    words = cute.make_rmem_tensor((8, ROWS), Int32)
-    entries = cute.make_rmem_tensor(ROWS, Int32)
-    for r in cutlass.range_constexpr(ROWS):
+    rows = rows_in_flight(spec)
+    words = cute.make_rmem_tensor((8, rows), Int32)
+    entries = cute.make_rmem_tensor(rows, Int32)
+    for r in cutlass.range_constexpr(rows):
         entries[r] = Int32(-1)
         if r < count:
             entries[r] = shared.chunk_rows[chunk_slot(first + r, warp)]
         if entries[r] >= 0:
             address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
             load_row(address, words[None, r])
-    for r in cutlass.range_constexpr(ROWS):
+    for r in cutlass.range_constexpr(rows):
         if entries[r] >= 0:
             address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
             stage_row(address, words[None, r], first + r, warp, shared, spec)
         if r < count:
-            cute.arch.mbarrier_arrive(shared.h_ready + first + r)
+            if cutlass.const_expr(memory.ONE_ARRIVAL):
+                memory.arrive_warp(shared.h_ready + first + r)
+            else:
+                cute.arch.mbarrier_arrive(shared.h_ready + first + r)
 
 
 @cute.jit
@@ -102,11 +110,16 @@ def stage_row(
     values = cute.make_rmem_tensor(16, Float32)
     for i in cutlass.range_constexpr(8):
         values[2 * i], values[2 * i + 1] = unpack_bf16(words[i])
-    quantised, scale = quantize(values, 8)
+    terms, scale = to_terms(values, 8, spec.terms)
+    if cutlass.const_expr(spec.h_slots < MAX_CHUNKS):
+        if chunk >= spec.h_slots:  # No slot is used more than twice.
+            cute.arch.mbarrier_wait(shared.h_free + chunk % spec.h_slots, 0)
     row = chunk_slot(chunk, warp) & 7
-    offset = (chunk * spec.h_blocks + (lane >> 3)) * 1024 + swizzled_offset(row, lane & 7)
-    dst = cute.recast_ptr((shared.h_bytes + offset).align(16), dtype=Int32)
-    cute.autovec_copy(quantised, cute.make_tensor(dst, cute.make_layout(4)))
+    block = chunk % spec.h_slots * spec.h_blocks + (lane >> 3)
+    for i in cutlass.range_constexpr(spec.terms):
+        offset = (block * spec.terms + i) * 1024 + swizzled_offset(row, lane & 7)
+        dst = cute.recast_ptr((shared.h_bytes + offset).align(16), dtype=Int32)
+        cute.autovec_copy(terms[i], cute.make_tensor(dst, cute.make_layout(4)))
     if (lane & 7) == 0:
         shared.h_scale[(chunk * spec.h_blocks + (lane >> 3)) * 8 + row] = scale
     cute.arch.fence_view_async_shared()
@@ -148,10 +161,9 @@ def load_h(h_words: cute.Pointer, warp: Int32, shared: Shared, spec: cutlass.Con
         if not is_open:
             limit = chunk + 1
         ready = count_written(h_in, chunk, limit, warp, shared, spec)
-        for first in cutlass.range(chunk, chunk + ready, ROWS, unroll=1):
-            stage_rows(
-                h_in, first, cutlass.min(chunk + ready - first, ROWS), warp, shared, spec
-            )
+        rows = cutlass.const_expr(rows_in_flight(spec))
+        for first in cutlass.range(chunk, chunk + ready, rows, unroll=1):
+            stage_rows(h_in, first, cutlass.min(chunk + ready - first, rows), warp, shared, spec)
             if (warp == 0) & (first == 0):
                 stamp(shared.trace, "h_first", spec)
         chunk = chunk + ready

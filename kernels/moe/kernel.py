@@ -1,14 +1,16 @@
 """The one-launch MoE kernel: table of contents.
 
 Roles (20 warps, one CTA per SM):
-  0-7    consumers: quantise x, then up_phase, down_column and combine, as two warpgroups
+  0-7    consumers: quantise x, then up_phase, down_phase and combine, as two warpgroups
   8      producer: the weight stream (TMA)
-  9      lists: epoch, lists, scales        10  clears the next launch's h        11  idle
+  9      lists: epoch, lists, down scales     10  clears the next launch's h
+  11     initialises the mbarriers
   12-19  loaders: route token w, then load_h
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
   lists 32, scales 32 (warp 9)   gate 1 (producer: own up units issued)
-  h_ready[chunk] 256 (loaders)
+  h_ready[chunk] 256 (loaders)   h_free[slot] 4 (consumers; bf16 activations only)
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: consumers
+  named 3, 4: mbarriers ready, for warps 8-19 and for the consumers
 Time:  route | first TMA | lists | up units ... | down groups ... | combine; the producer runs ahead
   of the consumers by up to the ring's stages and never waits for anything but free stages.
 """
@@ -23,20 +25,28 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.combine import combine
-from cute_moe.kernels.moe.down import down_column
+from cute_moe.kernels.moe.down import down_phase
 from cute_moe.kernels.moe.handover import clear_next, load_h
 from cute_moe.kernels.moe.lists import build_lists, load_scales
 from cute_moe.kernels.moe.memory import allocate, down_box_layout, init_barriers, up_layout
 from cute_moe.kernels.moe.quantise import quantise_x
 from cute_moe.kernels.moe.routing import load_logits, route_token
-from cute_moe.kernels.moe.spec import DOWN_COLS, MAX_GRID, MoeSpec
+from cute_moe.kernels.moe.spec import MAX_GRID, MoeSpec
 from cute_moe.kernels.moe.stream import Weights, produce, up_box
 from cute_moe.kernels.moe.up import up_phase
 
 THREADS = 640
-REGISTERS_CONSUMER = 120
+# Registers after the split of roles; those of a CTA are 640 x 96 in all.
+REGISTERS_CONSUMER = {"fp8": 120, "bf16": 144}
 REGISTERS_SINGLE = 64
-REGISTERS_LOADER = 88
+REGISTERS_LOADER = {"fp8": 88, "bf16": 64}
+
+
+@cute.jit
+def wait_for_inputs(spec: cutlass.Constexpr):
+    """Wait until the kernel ahead has ended and its stores are visible, if we start before that."""
+    if cutlass.const_expr(spec.programmatic):
+        cute.arch.griddepcontrol_wait()
 
 
 @cute.jit
@@ -66,16 +76,19 @@ def moe_kernel(
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     warp = cute.arch.make_warp_uniform(tid // 32)
+    if cutlass.const_expr(spec.programmatic):
+        cute.arch.griddepcontrol_launch_dependents()
     h_words = cute.recast_ptr(scratch.iterator, dtype=Int32)
     epochs = h_words + 2 * spec.h_words
     shared = allocate(cute.recast_ptr(epochs + MAX_GRID, dtype=Int64), spec)
     routed = pipeline.NamedBarrier(barrier_id=1, num_threads=288)
     consumers = pipeline.NamedBarrier(barrier_id=2, num_threads=256)
-    others_start = pipeline.NamedBarrier(barrier_id=3, num_threads=352)
+    others_start = pipeline.NamedBarrier(barrier_id=3, num_threads=384)
     consumers_start = pipeline.NamedBarrier(barrier_id=4, num_threads=288)
     if warp < 8:
-        quantise_x(x, tid, shared)
-        cute.arch.setmaxregister_increase(REGISTERS_CONSUMER)
+        wait_for_inputs(spec)
+        quantise_x(x, tid, shared, spec)
+        cute.arch.setmaxregister_increase(REGISTERS_CONSUMER[spec.activations])
         consumers_start.arrive_and_wait()
         if warp == 0:
             stamp(shared.trace, "x_ready", spec)
@@ -87,32 +100,30 @@ def moe_kernel(
         if warp == 4:
             stamp(shared.trace, "up_done_1", spec)
         cute.arch.mbarrier_wait(shared.scales, 0)
-        own = Int32(0)
-        for column in cutlass.range(cta, spec.hidden // DOWN_COLS, spec.grid, unroll=1):
-            step = down_column(own, step, tid % 128, half, shared, spec)
-            if warp == 0:
-                stamp(shared.trace, "down_done_0", spec)
-            if warp == 4:
-                stamp(shared.trace, "down_done_1", spec)
-            consumers.arrive_and_wait()
-            if half == 0:
-                combine(out, column, tid, shared, spec)
-            consumers.arrive_and_wait()
-            own = own + 1
+        columns = (spec.column_blocks - cta + spec.grid - 1) // spec.grid
+        down_phase(columns, step, tid % 128, half, shared, spec)
+        if warp == 0:
+            stamp(shared.trace, "down_done_0", spec)
+        if warp == 4:
+            stamp(shared.trace, "down_done_1", spec)
+        consumers.arrive_and_wait()
+        if half == 0:
+            for own in cutlass.range(columns, unroll=1):
+                combine(out, own, tid, shared, spec)
         if warp == 0:
             stamp(shared.trace, "end", spec)
     elif warp < 12:
         cute.arch.setmaxregister_decrease(REGISTERS_SINGLE)
         if warp == 8:
             stamp(shared.trace, "start", spec)
+            wait_for_inputs(spec)
             raw = load_logits(logits, Int32(0))
             cpasync.prefetch_descriptor(weights.up_atom)
             cpasync.prefetch_descriptor(weights.down_atom)
-            init_barriers(shared, spec)
-            others_start.arrive()
-            consumers_start.arrive()
+            others_start.arrive_and_wait()
             produce(weights, raw, shared, spec)
         elif warp == 9:
+            wait_for_inputs(spec)
             epoch = take_epoch(epochs, spec)
             others_start.arrive_and_wait()
             routed.arrive_and_wait()
@@ -123,10 +134,16 @@ def moe_kernel(
             stamp(shared.trace, "scales", spec)
         elif warp == 10:
             others_start.arrive_and_wait()
+            wait_for_inputs(spec)
             clear_next(h_words, shared, spec)
+        else:
+            init_barriers(shared, spec)
+            others_start.arrive()
+            consumers_start.arrive()
     else:
-        cute.arch.setmaxregister_decrease(REGISTERS_LOADER)
+        cute.arch.setmaxregister_decrease(REGISTERS_LOADER[spec.activations])
         token = warp - 12
+        wait_for_inputs(spec)
         raw = load_logits(logits, cutlass.min(token, x.shape[0] - 1))
         shared.mask[tid - 384] = Int32(0)
         others_start.arrive_and_wait()
@@ -192,6 +209,7 @@ def launch_moe(
         block=(THREADS, 1, 1),
         stream=stream,
         cooperative=True,
+        use_pdl=spec.programmatic,
         min_blocks_per_mp=1,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -10,10 +11,19 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from cute_moe.kernels.moe.spec import BLOCK, MAX_CHUNKS, PAIRS, STAGE_BYTES, UNIT_ROWS, MoeSpec
+from cute_moe.kernels.moe.spec import (
+    BLOCK,
+    DOWN_COLS,
+    MAX_CHUNKS,
+    PAIRS,
+    STAGE_BYTES,
+    UNIT_ROWS,
+    MoeSpec,
+)
 
 LOADER_WARPS = 8
 CONSUMER_WARPS = 8
+ONE_ARRIVAL = False
 NUM_META = 4  # active experts, chunks, parity; one unused word for alignment
 
 
@@ -48,20 +58,20 @@ def down_group_layout(spec: MoeSpec):
 
 @dataclass(frozen=True)
 class Shared:
-    """Views of shared memory, flat where no shape is given; then six mbarriers, and the trace."""
+    """Views of shared memory, flat where no shape is given; then seven mbarriers, and the trace."""
 
     up: cute.Tensor  # ring, (64, 256, stages) e4m3
     down_box: cute.Tensor  # the same bytes, (16, N, 1, 2 stages)
     down_group: cute.Tensor  # the same bytes, (64, N, stages / 2)
-    x: cute.Tensor  # (8, K) e4m3, swizzled
+    x: cute.Tensor  # (8 tokens x terms, K) e4m3, swizzled
     x_bytes: cute.Pointer
-    h: cute.Tensor  # (8, N, chunks) e4m3, swizzled
+    h: cute.Tensor  # (8 pairs x terms, N, slots) e4m3, swizzled
     h_bytes: cute.Pointer
     x_scale: cute.Tensor  # [K/128][8] fp32
     h_scale: cute.Tensor  # [chunks][N/128][8] fp32
     up_scale: cute.Tensor  # [own units][gate, up][K/128], as stored
     down_scale: cute.Tensor  # [own column blocks][expert index][N/128] fp32
-    partial: cute.Tensor  # [pair][16] fp32
+    partial: cute.Tensor  # [own column blocks][pair][16] fp32
     weight: cute.Tensor  # [pair] fp32
     pick: cute.Tensor  # [pair] expert id
     mask: cute.Tensor  # [expert id] bit t: token t uses it
@@ -75,6 +85,7 @@ class Shared:
     full: cute.Pointer
     empty: cute.Pointer
     h_ready: cute.Pointer
+    h_free: cute.Pointer
     lists: cute.Pointer
     scales: cute.Pointer
     gate: cute.Pointer
@@ -92,12 +103,16 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
         return cute.make_tensor(cute.recast_ptr(ptr, layout.inner, Float8E4M3FN), layout.outer)
 
     ring = sm.allocate_array(Float8E4M3FN, spec.stages * STAGE_BYTES, byte_alignment=1024)
-    x = sm.allocate_array(Float8E4M3FN, 8 * spec.hidden, byte_alignment=1024)
-    h = sm.allocate_array(Float8E4M3FN, 8 * spec.intermediate * MAX_CHUNKS, byte_alignment=1024)
-    x_layout = cute.tile_to_shape(swizzle_atom(), (8, spec.hidden), (0, 1))
-    h_layout = cute.tile_to_shape(swizzle_atom(), (8, spec.intermediate, MAX_CHUNKS), (0, 1, 2))
-    bars = sm.allocate_array(Int64, 2 * spec.stages + MAX_CHUNKS + 3, byte_alignment=16)
-    tail = bars + 2 * spec.stages + MAX_CHUNKS
+    rows = 8 * spec.terms
+    x = sm.allocate_array(Float8E4M3FN, rows * spec.hidden, byte_alignment=1024)
+    h_shape = (rows, spec.intermediate, spec.h_slots)
+    h = sm.allocate_array(Float8E4M3FN, math.prod(h_shape), byte_alignment=1024)
+    x_layout = cute.tile_to_shape(swizzle_atom(), (rows, spec.hidden), (0, 1))
+    h_layout = cute.tile_to_shape(swizzle_atom(), h_shape, (0, 1, 2))
+    h_ready = 2 * spec.stages
+    h_free = h_ready + MAX_CHUNKS
+    lists = h_free + spec.h_slots
+    bars = sm.allocate_array(Int64, lists + 3, byte_alignment=16)
     return Shared(
         up=swizzled(ring, up_layout(spec)),
         down_box=swizzled(ring, down_box_layout(spec)),
@@ -110,7 +125,7 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
         h_scale=words(Float32, MAX_CHUNKS * spec.h_blocks * 8),
         up_scale=words(dtype_of(spec.scales_up_dtype), spec.max_own_units * 2 * spec.k_blocks),
         down_scale=words(Float32, spec.max_own_columns * PAIRS * spec.h_blocks),
-        partial=words(Float32, PAIRS * 16),
+        partial=words(Float32, spec.max_own_columns * PAIRS * DOWN_COLS),
         weight=words(Float32, PAIRS),
         pick=words(Int32, PAIRS),
         mask=words(Int32, spec.num_experts),
@@ -123,10 +138,11 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
         meta=words(Int32, NUM_META),
         full=bars,
         empty=bars + spec.stages,
-        h_ready=bars + 2 * spec.stages,
-        lists=tail,
-        scales=tail + 1,
-        gate=tail + 2,
+        h_ready=bars + h_ready,
+        h_free=bars + h_free,
+        lists=bars + lists,
+        scales=bars + lists + 1,
+        gate=bars + lists + 2,
         trace=trace,
     )
 
@@ -145,7 +161,9 @@ def init_barriers(shared: Shared, spec: cutlass.Constexpr):
         # Writers arrive one by one, each for its own stores: the happens-before is then plain to
         # race checkers too, which do not follow a warp barrier into one lane's arrival.
         for c in cutlass.range_constexpr(MAX_CHUNKS):
-            cute.arch.mbarrier_init(shared.h_ready + c, 32 * LOADER_WARPS)
+            cute.arch.mbarrier_init(shared.h_ready + c, (1 if ONE_ARRIVAL else 32) * LOADER_WARPS)
+        for c in cutlass.range_constexpr(spec.h_slots):
+            cute.arch.mbarrier_init(shared.h_free + c, CONSUMER_WARPS // 2)
         cute.arch.mbarrier_init(shared.lists, 32)
         cute.arch.mbarrier_init(shared.scales, 32)
         cute.arch.mbarrier_init(shared.gate, 1)

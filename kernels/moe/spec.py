@@ -13,6 +13,7 @@ DOWN_COLS = 16  # output columns of one down column block
 GROUP = 4  # experts stacked in one down WGMMA
 PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
 MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
+REVERSED = True
 MAX_GRID = 256  # epoch words kept in the scratchpad
 EVENTS = (  # of a traced launch, by role; see cute_moe.trace
     "start",
@@ -51,6 +52,8 @@ class MoeSpec:
     scales_up_dtype: str = "float32"
     scales_down_dtype: str = "float32"
     raw_rows: bool = True
+    activations: str = "fp8"  # "bf16": x and h as two e4m3 terms, which hold all bits of bf16
+    programmatic: bool = False  # launched before the kernel ahead has ended
     grid: int = 132
     stages: int = 6
     trace: tuple[str, ...] = ()  # events to stamp, normally none
@@ -65,10 +68,22 @@ class MoeSpec:
             raise ValueError(f"top_k: expected 1..{MAX_TOP_K}, got {self.top_k}")
         if self.scoring not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring: expected 'softmax' or 'sigmoid', got {self.scoring!r}")
+        if self.activations not in ("fp8", "bf16"):
+            raise ValueError(f"activations: expected 'fp8' or 'bf16', got {self.activations!r}")
         if not 1 <= self.grid <= MAX_GRID:
             raise ValueError(f"grid: expected 1..{MAX_GRID}, got {self.grid}")
         if self.stages % 2:
             raise ValueError(f"stages: expected an even number, got {self.stages}")
+
+    @property
+    def terms(self) -> int:
+        """e4m3 values that an activation is the sum of."""
+        return 2 if self.activations == "bf16" else 1
+
+    @property
+    def h_slots(self) -> int:
+        """Chunks of h that shared memory holds at once."""
+        return MAX_CHUNKS // self.terms
 
     @property
     def k_blocks(self) -> int:
@@ -115,22 +130,39 @@ class MoeSpec:
         """32-bit words (two bf16) of one parity of the h buffer."""
         return PAIRS * self.intermediate // 2
 
+    def first_unit(self, cta):
+        """First up unit of a CTA (int or run-time value); the others follow `grid` apart.
+
+        Backwards, so that CTAs with one column block less are the first to get a unit more.
+        """
+        return self.grid - 1 - cta if REVERSED else cta
+
+    def up_units_of(self, cta: int, active: int) -> range:
+        """Up units of one CTA; unit u is part u % units_per_expert of an active expert."""
+        return range(self.first_unit(cta), active * self.units_per_expert, self.grid)
+
+    def column_blocks_of(self, cta: int) -> range:
+        """Down column blocks of one CTA, for all active experts."""
+        return range(cta, self.column_blocks, self.grid)
+
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA; the compile checks compare it with the kernel's."""
-        tiles = self.stages * STAGE_BYTES + 8 * self.hidden + MAX_CHUNKS * 8 * self.intermediate
+        tiles = self.stages * STAGE_BYTES + self.terms * 8 * self.hidden
+        tiles += self.h_slots * self.terms * 8 * self.intermediate
         words = (
             self.k_blocks * 8
             + MAX_CHUNKS * self.h_blocks * 8
             + self.max_own_columns * PAIRS * self.h_blocks
-            + PAIRS * (DOWN_COLS + 2)  # partial, weight, pick
+            + self.max_own_columns * PAIRS * DOWN_COLS  # partial
+            + PAIRS * 2  # weight, pick
             + 2 * self.num_experts  # mask, index
             + PAIRS * (1 + 8 + 1)  # experts, slot_of, pos_base
             + _round_up(PAIRS + 1, 4)  # chunk_base
             + MAX_CHUNKS * 8  # chunk_rows
             + 4  # meta
         )
-        barriers = 8 * (2 * self.stages + MAX_CHUNKS + 3)
+        barriers = 8 * (2 * self.stages + MAX_CHUNKS + self.h_slots + 3)
         unit_scales = self.max_own_units * 2 * self.unit_scale_bytes
         return _round_up(tiles + _round_up(barriers, 16) + unit_scales + 4 * words, 16)
 

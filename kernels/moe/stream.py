@@ -46,7 +46,7 @@ def first_expert(raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
     raw: this lane's logits of token 0.
     """
     cta, _, _ = cute.arch.block_idx()
-    rank = cta // spec.units_per_expert
+    rank = spec.first_unit(cta) // spec.units_per_expert
     expert = Int32(0)
     has = Boolean(True)
     if rank < spec.top_k:
@@ -71,7 +71,7 @@ def copy_unit_scales(
     atom = cute.make_copy_atom(
         cpasync.CopyBulkG2SOp(), dtype, num_bits_per_copy=8 * spec.unit_scale_bytes
     )
-    own = (unit - cta) // spec.grid
+    own = unit // spec.grid
     block = unit % spec.units_per_expert * 32 // 128
     row = cute.make_layout(spec.k_blocks)
     with cute.arch.elect_one():
@@ -104,7 +104,7 @@ def stream_up(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.
     per_expert = cutlass.const_expr(spec.units_per_expert)
     expert, has = first_expert(raw, shared, spec)
     stamp(shared.trace, "first_copy", spec)
-    unit = Int32(cta)
+    unit = Int32(spec.first_unit(cta))
     step = Int32(0)
     while has:
         for s in cutlass.range(spec.unit_stages, unroll=1):
@@ -143,7 +143,10 @@ def up_box(spec):
 
 @cute.jit
 def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Issue this CTA's 16 output columns of every active expert, two experts a stage."""
+    """Issue this CTA's column blocks of every active expert, two experts a stage.
+
+    All column blocks of a group of four experts come before the next group.
+    """
     cta, _, _ = cute.arch.block_idx()
     tiles = cute.local_tile(weights.down, ((8, 2), (128, spec.h_blocks), 1), (None, None, None))
     dst, src = cpasync.tma_partition(
@@ -154,22 +157,22 @@ def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Con
         cute.group_modes(tiles, 0, 3),
     )
     active = shared.meta[0]
-    stages = (active + 3) // 4 * 2
-    for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
-        for s in cutlass.range(stages, unroll=1):
-            left = cutlass.max(cutlass.min(active - 2 * s, 2), 0)
-            acquire(shared, step, left * (STAGE_BYTES // 2), spec)
-            stage = step % spec.stages
-            for i in cutlass.range(left, unroll=1):
-                expert = shared.experts[2 * s + i]
-                cute.copy(
-                    weights.down_atom,
-                    src[None, (0, column), (0, 0), expert],
-                    dst[None, 2 * stage + i],
-                    tma_bar_ptr=shared.full + stage,
-                    cache_policy=Int64(EVICT_FIRST),
-                )
-            step = step + 1
+    for group in cutlass.range((active + 3) // 4, unroll=1):
+        for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
+            for pair in cutlass.range(2 * group, 2 * group + 2, unroll=1):
+                left = cutlass.max(cutlass.min(active - 2 * pair, 2), 0)
+                acquire(shared, step, left * (STAGE_BYTES // 2), spec)
+                stage = step % spec.stages
+                for i in cutlass.range(left, unroll=1):
+                    expert = shared.experts[2 * pair + i]
+                    cute.copy(
+                        weights.down_atom,
+                        src[None, (0, column), (0, 0), expert],
+                        dst[None, 2 * stage + i],
+                        tma_bar_ptr=shared.full + stage,
+                        cache_policy=Int64(EVICT_FIRST),
+                    )
+                step = step + 1
 
 
 @cute.jit

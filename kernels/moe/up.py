@@ -11,17 +11,19 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from cute_moe.kernels.device.quant import RESIDUAL
 from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp, k_blocks_per_stage
+from cute_moe.kernels.moe.spec import MoeSpec
 
 
-def tiled_mma():
-    """One warpgroup's FP8 WGMMA m64n8k32, weights as A, activations as B."""
+def tiled_mma(spec: MoeSpec):
+    """One warpgroup's FP8 WGMMA, weights as A (64 rows), activations as B (8 columns a term)."""
     op = warpgroup.MmaF8Op(
         Float8E4M3FN,
         Float8E4M3FN,
         Float32,
-        (64, 8, 32),
+        (64, 8 * spec.terms, 32),
         warpgroup.OperandSource.SMEM,
         OperandMajorMode.K,
         OperandMajorMode.K,
@@ -29,29 +31,37 @@ def tiled_mma():
     return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
 
 
-def accumulators(mma: cute.TiledMma, blocks: int) -> list[cute.Tensor]:
+def accumulators(mma: cute.TiledMma, blocks: int, spec: MoeSpec) -> list[cute.Tensor]:
     """One accumulator for every WGMMA of `blocks` blocks of 128."""
-    return [mma.make_fragment_C(mma.partition_shape_C((64, 8))) for _ in range(4 * blocks)]
+    shape = mma.partition_shape_C((64, 8 * spec.terms))
+    return [mma.make_fragment_C(shape) for _ in range(4 * blocks)]
 
 
 @cute.jit
-def issue(mma: cute.TiledMma, accs, a: cute.Tensor, b: cute.Tensor, b_first: Int32):
-    """Start one WGMMA (K = 32) into each accumulator; a, b: (MMA, 1, K / 32), b from b_first.
+def issue(
+    mma: cute.TiledMma, accs, a: cute.Tensor, a_first: cutlass.Constexpr, b: cute.Tensor, b_first
+):
+    """Start one WGMMA (K = 32) into each accumulator; a, b: (MMA, 1, K / 32).
 
     None accumulates onto another: the FP8 accumulator keeps fewer bits than fp32.
     """
     warpgroup.fence()
     mma.set(warpgroup.Field.ACCUMULATE, False)
     for k in cutlass.range_constexpr(len(accs)):
-        cute.gemm(mma, accs[k], a[None, None, k], b[None, None, b_first + k], accs[k])
+        a_k, b_k = a[None, None, a_first + k], b[None, None, b_first + k]
+        cute.gemm(mma, accs[k], a_k, b_k, accs[k])
     warpgroup.commit_group()
 
 
 @cute.jit
 def block_sum(accs, block: cutlass.Constexpr, i: cutlass.Constexpr) -> Float32:
-    """Element i of the fp32 sum over the four WGMMAs of a block of 128."""
-    first = cutlass.const_expr(4 * block)
-    return (accs[first][i] + accs[first + 1][i]) + (accs[first + 2][i] + accs[first + 3][i])
+    """Element i (0..3) of the fp32 sum over the four WGMMAs and the terms of a block of 128."""
+    a, b, c, d = accs[4 * block : 4 * block + 4]
+    total = (a[i] + b[i]) + (c[i] + d[i])
+    if cutlass.const_expr(cute.size(a) == 8):
+        rest = (a[4 + i] + b[4 + i]) + (c[4 + i] + d[4 + i])
+        total = total + rest * Float32(1.0 / RESIDUAL)
+    return total
 
 
 @cute.jit
@@ -68,11 +78,11 @@ def skip_stages(count: cutlass.Constexpr, step: Int32, shared: Shared, spec: cut
 @cute.jit
 def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr):
     """Gate and up sums of one unit: (rmem fp32 [4]: gate of two tokens, up of the same, step)."""
-    mma = tiled_mma()
+    mma = tiled_mma(spec)
     thread = mma.get_slice(tid)
     a = mma.make_fragment_A(thread.partition_A(shared.up))
     b = mma.make_fragment_B(thread.partition_B(shared.x))
-    accs = accumulators(mma, k_blocks_per_stage())
+    accs = accumulators(mma, k_blocks_per_stage(), spec)
     total = cute.make_rmem_tensor(4, Float32)
     total.fill(0.0)
     column = 2 * (tid & 3)
@@ -81,7 +91,7 @@ def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.C
         cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
         if (own + s == 0) & (tid < 32):
             stamp(shared.trace, "first_tile", spec)
-        issue(mma, accs, a[None, None, None, stage], b, 8 * s)
+        issue(mma, accs, a[None, None, None, stage], 0, b, 8 * s)
         scale = cute.make_rmem_tensor((4, 2), Float32)
         for block in cutlass.range_constexpr(k_blocks_per_stage()):
             kb = 2 * s + block
@@ -157,7 +167,7 @@ def up_phase(
     h_out = h_words + shared.meta[2] * spec.h_words
     step = Int32(0)
     own = Int32(0)
-    for unit in cutlass.range(cta, units, spec.grid, unroll=1):
+    for unit in cutlass.range(spec.first_unit(cta), units, spec.grid, unroll=1):
         if (own & 1) == group:
             total, step = up_unit(own, step, tid, shared, spec)
             publish_h(total, unit, tid, h_out, shared, spec)

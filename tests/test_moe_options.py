@@ -1,0 +1,141 @@
+"""bf16 activations and programmatic launches of the MoE kernel, on a GPU."""
+
+import pytest
+import torch
+from late_producer import copy_late
+from moe_cases import ROUTINGS, K, Weights, make_inputs, make_weights
+
+import cute_moe
+from cute_moe import reference
+from cute_moe.host.compile import compile_cached
+from cute_moe.kernels.moe.kernel import build
+from cute_moe.kernels.moe.spec import MoeSpec
+from cute_moe.reference import relative_error
+
+pytestmark = pytest.mark.gpu
+WORST_BF16 = 3e-3  # against the fp32 product of the dequantised weights
+LATE_NS = 100_000
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return make_weights(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.fixture
+def pad(cuda: torch.device) -> torch.Tensor:
+    return cute_moe.alloc_scratchpad(cuda)
+
+
+def run(x, logits, weights: Weights, top_k=8, pad=None, **options) -> torch.Tensor:
+    """One call into a poisoned output."""
+    out = torch.full_like(x, float("nan"))
+    return cute_moe.mono_moe(
+        x, logits, *weights.quantised, top_k, out=out, scratchpad=pad, **options
+    )
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_bf16_activations_keep_bf16_precision(cuda, weights, pad, routing) -> None:
+    for tokens in range(1, 9):
+        for top_k in (8, 3):
+            x, logits = make_inputs(tokens, routing, cuda)
+            got = run(x, logits, weights, top_k, pad, activations="bf16")
+            want = reference.moe_fp32(x, logits, *weights.quantised, top_k)
+            assert relative_error(got, want) <= WORST_BF16, (tokens, top_k)
+
+
+def test_bf16_activations_of_any_size(cuda, weights, pad) -> None:
+    """One large feature in a block takes no precision from the others."""
+    x, logits = make_inputs(8, "random", cuda)
+    x[:, ::128] *= 256.0
+    x[1] *= 2.0**-30
+    x[2] *= 2.0**20
+    got = run(x, logits, weights, 8, pad, activations="bf16")
+    want = reference.moe_fp32(x, logits, *weights.quantised, 8)
+    for token in range(8):
+        assert relative_error(got[token], want[token]) <= WORST_BF16, token
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_bf16_activations_pass_on_what_is_not_finite(cuda, weights, pad, value) -> None:
+    x, logits = make_inputs(4, "disjoint", cuda)
+    x[2, 77] = value
+    got = run(x, logits, weights, 8, pad, activations="bf16")
+    assert not torch.isfinite(got[2]).any()
+    assert torch.isfinite(got[[0, 1, 3]]).all()
+
+
+@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+def test_batch_invariance_and_repeats(cuda, weights, pad, activations) -> None:
+    x, logits = make_inputs(8, "skewed", cuda)
+    whole = run(x, logits, weights, 8, pad, activations=activations)
+    for _ in range(20):
+        assert torch.equal(run(x, logits, weights, 8, pad, activations=activations), whole)
+    for first in range(8):
+        part = slice(first, None)
+        got = run(x[part], logits[part], weights, 8, pad, activations=activations)
+        assert torch.equal(got, whole[part])
+
+
+@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+@pytest.mark.parametrize("grid", [78, 114])
+def test_fewer_sms(cuda, weights, activations, grid) -> None:
+    spec = MoeSpec(grid=grid, activations=activations)
+    function = compile_cached(spec, lambda options: build(spec, options))
+    size = sum(nbytes for _, nbytes in spec.scratch_regions)
+    pad = torch.zeros(size, dtype=torch.uint8, device=cuda)
+    for routing in ("disjoint", "same", "random"):
+        for tokens in (1, 5, 8):
+            x, logits = make_inputs(tokens, routing, cuda)
+            out = torch.full_like(x, float("nan"))
+            function(x, logits, *weights.quantised, out, pad)
+            want = run(x, logits, weights, 8, None, activations=activations)
+            assert torch.equal(out, want), (routing, tokens)
+
+
+def test_programmatic_launch_sees_what_a_late_kernel_writes(cuda, weights, pad) -> None:
+    rows = [make_inputs(8, "random", cuda) for _ in range(2)]
+    want = [run(x, logits, weights, 8, pad) for x, logits in rows]
+    x, logits = (torch.zeros_like(t) for t in rows[0])
+    outs = [torch.full_like(x, float("nan")) for _ in rows]
+
+    def step(source, out) -> None:
+        copy_late(source[0], x, 0)
+        copy_late(source[1], logits, LATE_NS)
+        cute_moe.mono_moe(
+            x, logits, *weights.quantised, 8, out=out, scratchpad=pad, programmatic=True
+        )
+
+    for _ in range(3):
+        for source, out in zip(rows, outs, strict=True):
+            step(source, out)
+    assert all(torch.equal(out, w) for out, w in zip(outs, want, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for source, out in zip(rows, outs, strict=True):
+            step(source, out)
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, w) for out, w in zip(outs, want, strict=True))
+
+
+def test_programmatic_launches_in_a_row(cuda, weights, pad) -> None:
+    """Each launch reads what the one before wrote, and shares its scratchpad."""
+    x, logits = make_inputs(8, "random", cuda)
+
+    def chain(programmatic: bool) -> list[torch.Tensor]:
+        outs = [torch.full((8, K), float("nan"), dtype=x.dtype, device=cuda) for _ in range(12)]
+        current = x
+        for out in outs:
+            current = cute_moe.mono_moe(
+                current, logits, *weights.quantised, 8, out=out, scratchpad=pad,
+                programmatic=programmatic,
+            )  # fmt: skip
+        return outs
+
+    want = chain(False)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(chain(True), want, strict=True))

@@ -8,7 +8,6 @@ from cutlass import Float8E4M3FN, Float16, Float32, Int32
 
 E4M3_MAX = 448.0
 MIN_AMAX = 1e-10
-REFINE = True
 RESIDUAL = 32.0  # the second term of a split value is stored this much larger
 
 
@@ -41,13 +40,12 @@ def quantize(values: cute.Tensor, lanes: cutlass.Constexpr):
     amax = shared_amax(values, lanes)
     s0 = amax * Float32(1.0 / E4M3_MAX)
     scale = s0 + (amax - s0 * Float32(E4M3_MAX)) * Float32(1.0 / E4M3_MAX)
-    r = cute.arch.rcp_approx(scale)
+    # 1 / scale as high + low, so that the product is as good as a division.
+    high = cute.arch.rcp_approx(scale)
+    low = high * (Float32(1.0) - high * scale)
     scaled = cute.make_rmem_tensor(n, Float32)
     for i in cutlass.range_constexpr(n):
-        q = values[i] * r
-        scaled[i] = q
-        if cutlass.const_expr(REFINE or lanes == 16):
-            scaled[i] = q + (values[i] - q * scale) * r
+        scaled[i] = values[i] * high + values[i] * low
     out = cute.make_rmem_tensor(n, Float8E4M3FN)
     out.store(scaled.load().to(Float8E4M3FN))
     return cute.recast_tensor(out, Int32), scale

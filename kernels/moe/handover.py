@@ -12,7 +12,6 @@ from cutlass import Float32, Int32
 
 from cute_moe.kernels.device.quant import swizzled_offset, to_terms, unpack_bf16
 from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe import memory
 from cute_moe.kernels.moe.memory import Shared
 from cute_moe.kernels.moe.spec import MAX_CHUNKS
 
@@ -89,10 +88,7 @@ def stage_rows(h_in: cute.Pointer, first: Int32, count: Int32, warp: Int32, shar
             address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
             stage_row(address, words[None, r], first + r, warp, shared, spec)
         if r < count:
-            if cutlass.const_expr(memory.ONE_ARRIVAL):
-                memory.arrive_warp(shared.h_ready + first + r)
-            else:
-                cute.arch.mbarrier_arrive(shared.h_ready + first + r)
+            cute.arch.mbarrier_arrive(shared.h_ready + first + r)
 
 
 @cute.jit

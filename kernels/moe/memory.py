@@ -23,7 +23,6 @@ from cute_moe.kernels.moe.spec import (
 
 LOADER_WARPS = 8
 CONSUMER_WARPS = 8
-ONE_ARRIVAL = False
 NUM_META = 4  # active experts, chunks, parity; one unused word for alignment
 
 
@@ -161,7 +160,7 @@ def init_barriers(shared: Shared, spec: cutlass.Constexpr):
         # Writers arrive one by one, each for its own stores: the happens-before is then plain to
         # race checkers too, which do not follow a warp barrier into one lane's arrival.
         for c in cutlass.range_constexpr(MAX_CHUNKS):
-            cute.arch.mbarrier_init(shared.h_ready + c, (1 if ONE_ARRIVAL else 32) * LOADER_WARPS)
+            cute.arch.mbarrier_init(shared.h_ready + c, 32 * LOADER_WARPS)
         for c in cutlass.range_constexpr(spec.h_slots):
             cute.arch.mbarrier_init(shared.h_free + c, CONSUMER_WARPS // 2)
         cute.arch.mbarrier_init(shared.lists, 32)

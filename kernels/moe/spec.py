@@ -13,7 +13,7 @@ DOWN_COLS = 16  # output columns of one down column block
 GROUP = 4  # experts stacked in one down WGMMA
 PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
 MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
-REVERSED = True
+SMEM_LIMIT = 227 * 1024  # of one CTA on sm_90
 MAX_GRID = 256  # epoch words kept in the scratchpad
 EVENTS = (  # of a traced launch, by role; see cute_moe.trace
     "start",
@@ -55,7 +55,7 @@ class MoeSpec:
     activations: str = "fp8"  # "bf16": x and h as two e4m3 terms, which hold all bits of bf16
     programmatic: bool = False  # launched before the kernel ahead has ended
     grid: int = 132
-    stages: int = 6
+    stages: int = 0  # of the ring; 0: as many as shared memory holds, up to 6
     trace: tuple[str, ...] = ()  # events to stamp, normally none
 
     def __post_init__(self) -> None:
@@ -74,6 +74,9 @@ class MoeSpec:
             raise ValueError(f"grid: expected 1..{MAX_GRID}, got {self.grid}")
         if self.stages % 2:
             raise ValueError(f"stages: expected an even number, got {self.stages}")
+        for stages in (2, 4, 6) if self.stages == 0 else ():
+            if self._bytes_with(stages) <= SMEM_LIMIT:
+                object.__setattr__(self, "stages", stages)
 
     @property
     def terms(self) -> int:
@@ -135,7 +138,7 @@ class MoeSpec:
 
         Backwards, so that CTAs with one column block less are the first to get a unit more.
         """
-        return self.grid - 1 - cta if REVERSED else cta
+        return self.grid - 1 - cta
 
     def up_units_of(self, cta: int, active: int) -> range:
         """Up units of one CTA; unit u is part u % units_per_expert of an active expert."""
@@ -148,7 +151,10 @@ class MoeSpec:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of a CTA; the compile checks compare it with the kernel's."""
-        tiles = self.stages * STAGE_BYTES + self.terms * 8 * self.hidden
+        return self._bytes_with(self.stages)
+
+    def _bytes_with(self, stages: int) -> int:
+        tiles = stages * STAGE_BYTES + self.terms * 8 * self.hidden
         tiles += self.h_slots * self.terms * 8 * self.intermediate
         words = (
             self.k_blocks * 8
@@ -162,7 +168,7 @@ class MoeSpec:
             + MAX_CHUNKS * 8  # chunk_rows
             + 4  # meta
         )
-        barriers = 8 * (2 * self.stages + MAX_CHUNKS + self.h_slots + 3)
+        barriers = 8 * (2 * stages + MAX_CHUNKS + self.h_slots + 3)
         unit_scales = self.max_own_units * 2 * self.unit_scale_bytes
         return _round_up(tiles + _round_up(barriers, 16) + unit_scales + 4 * words, 16)
 

@@ -3,10 +3,8 @@
 import pytest
 
 from cute_moe.host.compile import compile_report
-from cute_moe.kernels.moe.spec import MoeSpec
+from cute_moe.kernels.moe.spec import SMEM_LIMIT, MoeSpec
 from cute_moe.kernels.registry import kernels
-
-SMEM_LIMIT = 227 * 1024
 
 
 @pytest.mark.parametrize("name, spec, build", kernels(), ids=[name for name, _, _ in kernels()])
@@ -40,4 +38,5 @@ def check_dispatch(report, spec) -> None:
     if getattr(spec, "vector", 0) == 16:
         assert counts["STG.E.128"] > 0
     assert bool(counts["UBLKCP"]) == getattr(spec, "bulk", False)
+    assert counts["ACQBULK"] == counts["PREEXIT"] == 1, "programmatic launch"
     assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"

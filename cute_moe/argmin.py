@@ -1,0 +1,206 @@
+"""Argmin and argmax over one dimension: torch's semantics, at memory speed on sm_90 GPUs."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from cute_moe.host.device import device_facts
+from cute_moe.host.launch import KernelCache
+from cute_moe.kernels.argmin.spec import COMBINE, Plan, plan
+from cute_moe.ops import register
+
+_DTYPE_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int32: "int32",
+}
+_TORCH = {False: torch.argmin, True: torch.argmax}  # by `largest`
+
+
+def argmin(
+    x: torch.Tensor,
+    dim: int | None = 1,
+    *,
+    keepdim: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Index of the smallest element along `dim`, int64; all results are those of `torch.argmin`.
+
+      x        fp32, bf16, fp16 or int32, any shape; a copy is made unless it is contiguous
+      dim      may be negative; None: over all elements, of the flattened x
+      keepdim  keep the reduced dimension, with size 1
+      out      int64, contiguous, of the result's shape; allocated when None
+
+    NaN wins over everything, -0.0 equals 0.0, and of equals the first wins. Returns out. One
+    launch, or two where CTAs share a reduction (few outputs, long reductions); nothing
+    synchronises, and a CUDA graph can capture the call once one like it has run outside. Works
+    under torch.compile(fullgraph=True); no gradient. CPU tensors go to torch.
+    Raises TypeError or ValueError, naming the argument, and torch's IndexError for a `dim` out of
+    range or an empty reduction; RuntimeError where the GPU cannot run the kernel or the first call
+    lies inside a capture.
+    """
+    return _call(False, x, dim, keepdim, out)
+
+
+def argmax(
+    x: torch.Tensor,
+    dim: int | None = 1,
+    *,
+    keepdim: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Index of the largest element along `dim`, int64: as `argmin` with the order reversed.
+
+    NaN wins over everything here too, and of equals the first wins.
+    """
+    return _call(True, x, dim, keepdim, out)
+
+
+def _call(
+    largest: bool, x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor | None
+) -> torch.Tensor:
+    for name, value in (("x", x), ("out", out)):
+        if not isinstance(value, torch.Tensor) and not (name == "out" and value is None):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
+        raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
+    if not isinstance(keepdim, bool):
+        raise TypeError(f"keepdim: expected a bool, got {type(keepdim).__name__}")
+    if out is None:
+        return _OPS[largest](x, dim, keepdim)
+    _OPS_OUT[largest](x, dim, keepdim, out)
+    return out
+
+
+def _result_shape(largest: bool, x: torch.Tensor, dim: int | None, keepdim: bool) -> list[int]:
+    """Shape of the result. Raises ValueError for x's dtype, and what torch raises for `dim`."""
+    if x.dtype not in _DTYPE_NAMES:
+        names = ", ".join(_DTYPE_NAMES.values())
+        raise ValueError(f"x: expected one of {names}, got {str(x.dtype).removeprefix('torch.')}")
+    rank = x.dim()
+    if dim is None:
+        empty, shape = x.numel() == 0, [1] * rank if keepdim else []
+    elif not -max(rank, 1) <= dim < max(rank, 1):
+        empty, shape = True, []
+    elif rank == 0:
+        empty, shape = False, []
+    else:
+        shape = list(x.shape)
+        empty = shape[dim] == 0
+        if keepdim:
+            shape[dim] = 1
+        else:
+            del shape[dim]
+    if empty:
+        _TORCH[largest](torch.empty(()).expand(x.shape), dim, keepdim)  # raises
+    return shape
+
+
+def _check_out(x: torch.Tensor, shape: list[int], out: torch.Tensor) -> None:
+    if (
+        out.dtype is not torch.int64
+        or list(out.shape) != shape
+        or out.device != x.device
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"out: expected {shape} int64, contiguous, on {x.device}; got {list(out.shape)} "
+            f"{str(out.dtype).removeprefix('torch.')}, strides {list(out.stride())}, "
+            f"on {out.device}"
+        )
+
+
+def _sizes(x: torch.Tensor, dim: int | None) -> tuple[int, int, int]:
+    """x as [outer, reduce, inner]."""
+    shape = x.shape
+    if dim is None or not shape:
+        return 1, x.numel(), 1
+    dim %= len(shape)
+    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
+
+
+def _build(spec, options: str):
+    from cute_moe.kernels.argmin.kernel import build
+
+    return build(spec, options)
+
+
+_KERNELS = KernelCache(_build)
+_plan = functools.lru_cache(maxsize=1024)(plan)
+
+
+def _kernel(spec, device: torch.device):
+    key = (spec, device.index)
+    return _KERNELS.lookup(key) or _KERNELS.get(spec, device, key)
+
+
+def _launch(made: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Launch the scan and, where it is partial, the combine kernel, on torch's current stream."""
+    device = x.device
+    scan = _kernel(made.scan, device)
+    if made.walk.splits == 1:
+        scan(x, out, made.walk)
+        return
+    combine = _kernel(COMBINE, device)
+    pairs = torch.empty(made.pair_words, dtype=torch.int64, device=device)
+    scan(x, pairs, made.walk)
+    combine(pairs, out, made.outputs, made.walk.splits, made.combine_tx)
+
+
+def _compute(
+    largest: bool, x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor
+) -> None:
+    """The result into a checked out."""
+    if out.numel() == 0:
+        return
+    if x.device.type != "cuda":
+        out.copy_(_TORCH[largest](x, dim, keepdim))
+        return
+    x = x.contiguous()
+    device = x.device
+    made = _plan(
+        *_sizes(x, dim),
+        _DTYPE_NAMES[x.dtype],
+        largest,
+        x.data_ptr() % 16,
+        device_facts(device.index).sm_count,
+    )
+    x, out = x.view(-1), out.view(-1)
+    if torch.cuda.current_device() == device.index:
+        _launch(made, x, out)
+    else:
+        with torch.cuda.device(device):
+            _launch(made, x, out)
+
+
+def _register(largest: bool) -> tuple:
+    """The operators without and with `out`."""
+    name = "argmax" if largest else "argmin"
+
+    def run(x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        out = x.new_empty(_result_shape(largest, x, dim, keepdim), dtype=torch.int64)
+        _compute(largest, x, dim, keepdim, out)
+        return out
+
+    def fake(x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+        return x.new_empty(_result_shape(largest, x, dim, keepdim), dtype=torch.int64)
+
+    def run_out(x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor) -> None:
+        fake_out(x, dim, keepdim, out)
+        _compute(largest, x, dim, keepdim, out)
+
+    def fake_out(x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor) -> None:
+        _check_out(x, _result_shape(largest, x, dim, keepdim), out)
+
+    arguments = "Tensor x, int? dim, bool keepdim"
+    return (
+        register(f"{name}({arguments}) -> Tensor", run, fake),
+        register(f"{name}_out({arguments}, Tensor(a!) out) -> ()", run_out, fake_out),
+    )
+
+
+_OPS, _OPS_OUT = zip(_register(False), _register(True), strict=True)

@@ -1,0 +1,279 @@
+"""The operators behind `cute_moe.dispatch`: what they check, and what they launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cute_moe import dispatch_reference as reference
+from cute_moe.host.check import Contract, TensorRule
+from cute_moe.host.device import device_facts
+from cute_moe.host.launch import KernelCache
+from cute_moe.kernels.device.vector import vector_bytes
+from cute_moe.kernels.dispatch.spec import (
+    MAX_CHUNK_ITEMS,
+    MAX_EXPERTS,
+    CombineSpec,
+    CountSpec,
+    DispatchSpec,
+    plan_combine,
+    plan_dispatch,
+    plan_sort,
+)
+from cute_moe.ops import register
+
+_INDICES = (torch.int32, torch.int64)
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+_VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64,
+           torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
+
+
+def _indices(name: str, *shape: int | str) -> TensorRule:
+    return TensorRule(name, _INDICES, shape, align=4)
+
+
+PAIRS = Contract(
+    [_indices("expert_idx", "T"), _indices("slot_idx", "T"), _indices("expert_offsets", "E+1")],
+    {"E+1": (2, None)},
+)
+TOPK_PAIRS = Contract(
+    [
+        _indices("expert_idx", "T", "k"),
+        _indices("slot_idx", "T", "k"),
+        _indices("expert_offsets", "E+1"),
+        TensorRule("topk_weights", _WEIGHTS, ("T", "k"), align=2),
+    ],
+    {"E+1": (2, None)},
+)
+TOPK_IDS = Contract([_indices("topk_ids", "T", "k")])
+
+
+def check_rows(name: str, rows: torch.Tensor) -> None:
+    """Raise ValueError unless `rows` is [any, H >= 1] with elements of a row side by side."""
+    size = rows.dtype.itemsize
+    shape, strides = list(rows.shape), list(rows.stride())
+    if size not in (1, 2, 4, 8):
+        raise ValueError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {rows.dtype}")
+    if shape[1] < 1:
+        raise ValueError(f"{name}: expected at least one column, got shape {shape}")
+    if shape[1] > 1 and strides[1] != 1:
+        raise ValueError(f"{name}: expected rows of adjacent elements, got strides {strides}")
+
+
+def check_out(out: torch.Tensor, shape: Sequence[int], inputs: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError unless `out` is as new: of the first input's dtype, apart from all."""
+    source = next(iter(inputs.values()))
+    if (
+        list(out.shape) != list(shape)
+        or out.dtype != source.dtype
+        or out.device != source.device
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"out: expected {list(shape)} {source.dtype}, contiguous, on {source.device}; got "
+            f"{list(out.shape)} {out.dtype}, strides {list(out.stride())}, on {out.device}"
+        )
+    start, end = _span(out)
+    for name, tensor in inputs.items():
+        first, last = _span(tensor)
+        if first < end and start < last:
+            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and behind its last one."""
+    if tensor.numel() == 0:
+        return 0, 0
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+
+
+def check_ids(topk_ids: torch.Tensor, num_experts: int, max_k: int | None = None) -> None:
+    """Raise unless the ids are a [T, k] matrix of indices and E and k are within the limits."""
+    TOPK_IDS.check((topk_ids,))
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"num_experts: expected 1..{MAX_EXPERTS}, got {num_experts}")
+    if topk_ids.numel() >= 1 << 31:
+        raise ValueError(f"topk_ids: expected T * k < 2**31, got shape {list(topk_ids.shape)}")
+    if max_k is not None and topk_ids.shape[1] > max_k:
+        raise ValueError(f"topk_ids: expected k <= {max_k}, got shape {list(topk_ids.shape)}")
+
+
+def _build(spec, options: str):
+    from cute_moe.kernels.dispatch.build import build
+
+    return build(spec, options)
+
+
+_KERNELS = KernelCache(_build)
+
+
+def _launch(spec, device: torch.device, *arguments) -> None:
+    key = (spec, device.index)
+    kernel = _KERNELS.lookup(key) or _KERNELS.get(spec, device, key)
+    if torch.cuda.current_device() == device.index:
+        kernel(*arguments)
+    else:
+        with torch.cuda.device(device):
+            kernel(*arguments)
+
+
+def _vector(out: torch.Tensor, source: torch.Tensor) -> int:
+    """Bytes of the widest load and store that both row matrices allow; `out` is contiguous."""
+    size = out.element_size()
+    stride = source.stride(0) * size if source.shape[0] > 1 else 0
+    return vector_bytes(out.data_ptr(), out.shape[1] * size, source.data_ptr(), stride)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _run_dispatch(
+    token_hidden: torch.Tensor,
+    expert_idx: torch.Tensor,
+    slot_idx: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    device, (tokens, hidden) = token_hidden.device, token_hidden.shape
+    pairs = (expert_idx, slot_idx, expert_offsets)
+    check_rows("token_hidden", token_hidden)
+    PAIRS.check(pairs, device)
+    if expert_idx.shape[0] != tokens:
+        raise ValueError(
+            f"expert_idx: expected [{tokens}], as token_hidden has {tokens} rows, "
+            f"got {list(expert_idx.shape)}"
+        )
+    names = ("token_hidden", "expert_idx", "slot_idx", "expert_offsets")
+    check_out(out, (out.shape[0], hidden), dict(zip(names, (token_hidden, *pairs), strict=True)))
+    if device.type != "cuda":
+        out.copy_(reference.dispatch(token_hidden, *pairs, out.shape[0]))
+    elif tokens == 0:
+        reference.as_bytes(out).zero_()
+    elif out.numel():
+        spec = DispatchSpec(_vector(out, token_hidden), *map(_name, pairs))
+        source, target = map(reference.as_bytes, (token_hidden, out))
+        plan = plan_dispatch(spec, tokens, *target.shape, device_facts(device.index).sm_count)
+        _launch(spec, device, source, pairs, target, (plan.lanes, plan.rows, plan.extra))
+
+
+def _run_indices(
+    topk_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_ids(topk_ids, num_experts)
+    if topk_ids.device.type != "cuda":
+        return reference.dispatch_indices(topk_ids, num_experts)
+    return _sort(topk_ids, num_experts)
+
+
+def _run_permute(
+    hidden: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_rows("hidden", hidden)
+    check_ids(topk_ids, num_experts, MAX_CHUNK_ITEMS)
+    tokens, k = topk_ids.shape
+    if hidden.shape[0] != tokens or hidden.device != topk_ids.device:
+        raise ValueError(
+            f"topk_ids: expected {hidden.shape[0]} rows on {hidden.device} as hidden has, "
+            f"got {list(topk_ids.shape)} on {topk_ids.device}"
+        )
+    check_out(out, (tokens * k, hidden.shape[1]), {"hidden": hidden, "topk_ids": topk_ids})
+    if hidden.device.type != "cuda":
+        slots, offsets, row_token = reference.dispatch_indices(topk_ids, num_experts)
+        out.copy_(reference.permute(hidden, row_token))
+        return slots, offsets, row_token
+    return _sort(topk_ids, num_experts, hidden, out)
+
+
+def _sort(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    hidden: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Slots, offsets and row tokens on the GPU; with `hidden`, its rows go to `out`."""
+    (tokens, k), device = topk_ids.shape, topk_ids.device
+    slots = topk_ids.new_empty((tokens, k), dtype=torch.int32)
+    offsets = topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
+    row_token = topk_ids.new_empty(tokens * k, dtype=torch.int32)
+    if tokens * k == 0:
+        offsets.zero_()
+        return slots, offsets, row_token
+    ids, id_dtype = topk_ids.view(-1), _name(topk_ids)
+    vector, row_bytes, rows = 0, 0, None
+    if hidden is not None:
+        vector, rows = _vector(out, hidden), tuple(map(reference.as_bytes, (hidden, out)))
+        row_bytes = rows[1].shape[1]
+    sm_count = device_facts(device.index).sm_count
+    plan = plan_sort(tokens, k, num_experts, id_dtype, vector, row_bytes, sm_count)
+    counts = None
+    if not plan.spec.alone:
+        counts = topk_ids.new_empty((plan.chunks, num_experts + 1), dtype=torch.int32)
+        unit = 1 if hidden is None else k
+        _launch(CountSpec(plan.spec.capacity, id_dtype), device, ids, counts, unit)
+    result = (slots.view(-1), row_token, offsets)
+    sizes = (num_experts, k, plan.chunks, plan.parts)
+    _launch(plan.spec, device, ids, counts, result, rows, sizes)
+    return slots, offsets, row_token
+
+
+def _run_combine(
+    packed: torch.Tensor,
+    expert_idx: torch.Tensor,
+    slot_idx: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    device, pairs = packed.device, (expert_idx, slot_idx, expert_offsets)
+    check_rows("packed", packed)
+    if packed.dtype not in _VALUES:
+        raise ValueError(f"packed: expected a dtype of {_VALUES}, got {packed.dtype}")
+    tokens = TOPK_PAIRS.check((*pairs, topk_weights), device)["T"]
+    names = ("packed", "expert_idx", "slot_idx", "expert_offsets", "topk_weights")
+    inputs = dict(zip(names, (packed, *pairs, topk_weights), strict=True))
+    check_out(out, (tokens, packed.shape[1]), inputs)
+    if device.type != "cuda":
+        out.copy_(reference.combine(packed, *pairs, topk_weights))
+    elif packed.shape[0] == 0 or expert_idx.shape[1] == 0:
+        reference.as_bytes(out).zero_()
+    elif out.numel():
+        spec = CombineSpec(_vector(out, packed), *map(_name, (packed, topk_weights, *pairs)))
+        row_bytes = out.shape[1] * out.element_size()
+        plan = plan_combine(spec, tokens, row_bytes, device_facts(device.index).sm_count)
+        sizes = (plan.lanes, plan.rows, plan.extra)
+        _launch(spec, device, packed.detach(), pairs, topk_weights.detach(), out, sizes)
+
+
+def _fake_indices(
+    topk_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sizes = (topk_ids.shape, (num_experts + 1,), (topk_ids.numel(),))
+    return tuple(topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+dispatch = register(
+    "dispatch(Tensor token_hidden, Tensor expert_idx, Tensor slot_idx, Tensor expert_offsets, "
+    "Tensor(a!) out) -> ()",
+    _run_dispatch,
+    lambda *_: None,
+)
+indices = register(
+    "moe_dispatch_indices(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)",
+    _run_indices,
+    _fake_indices,
+)
+permute = register(
+    "moe_permute(Tensor hidden, Tensor topk_ids, int num_experts, Tensor(a!) out) "
+    "-> (Tensor, Tensor, Tensor)",
+    _run_permute,
+    lambda hidden, topk_ids, num_experts, out: _fake_indices(topk_ids, num_experts),
+)
+combine = register(
+    "combine(Tensor packed, Tensor expert_idx, Tensor slot_idx, Tensor expert_offsets, "
+    "Tensor topk_weights, Tensor(a!) out) -> ()",
+    _run_combine,
+    lambda *_: None,
+)

@@ -1,0 +1,1 @@
+"""Argmin and argmax over one dimension of a tensor of any shape."""

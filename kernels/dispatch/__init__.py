@@ -1,0 +1,1 @@
+"""Row permutations of an MoE: dispatch, stable expert sort with row copies, and combine."""

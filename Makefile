@@ -8,11 +8,9 @@ SHELL := bash
 
 ifeq ($(origin PYTHON),command line)
 READY :=
-BENCH_READY :=
 else
 PYTHON := .venv/bin/python
 READY := .venv/.ready
-BENCH_READY := .venv/.ready-bench
 endif
 
 # The checkout's folders kernels/ and host/ must not become importable under these names.
@@ -42,7 +40,7 @@ gpu-test: $(READY)
 
 # The scripts of perf/ import each other from their own folder.
 bench: export PYTHONSAFEPATH :=
-bench: $(BENCH_READY)
+bench: $(READY)
 	$(PYTHON) perf/bench.py all
 
 clean:
@@ -61,8 +59,4 @@ clean:
 .venv/.ready: pyproject.toml | .venv/bin/python
 	nvidia-smi -L >/dev/null 2>&1 || .venv/bin/python -m pip install -q torch==2.13.0
 	.venv/bin/python -m pip install -q -e ".[dev]"
-	touch $@
-
-.venv/.ready-bench: .venv/.ready
-	.venv/bin/python -m pip install -q -e ".[bench]"
 	touch $@

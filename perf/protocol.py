@@ -12,7 +12,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,21 +26,28 @@ SHAPE = MoeSpec()
 TOP_K = 8
 LAUNCHES = 24
 REPLAYS = 30
+COPIES = 12  # weight copies: 11 launches lie between two uses of one, 277 MB at M = 1
 WARM_UP_REPLAYS = 5
 ROUTINGS = ("uniform", "skewed", "same")
 UP_BYTES = 2 * SHAPE.intermediate * SHAPE.hidden  # of one expert
 DOWN_BYTES = SHAPE.intermediate * SHAPE.hidden
 EXPERT_BYTES = UP_BYTES + DOWN_BYTES
 COLD_FACTOR = 4  # least ratio of the bytes between two uses of an expert to the L2 cache
+BASES = ("floor", "copy")  # what the others of one run are compared with, the first that is there
+CACHES = ("cold", "warm", "eager")
 OK, NOTHING_TO_CHECK = "ok", "none"
+DRAM_MARGIN = 1.02  # a measured rate may exceed the nominal one by as much as clocks and timers err
+L2_BYTES_PER_CYCLE = 64  # what one SM can take from the L2 cache
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure: µs per launch (median), [p10, p90], weight bytes and experts a launch.
+    """One measured figure: µs per launch (median), [p10, p90], bytes that a launch must move.
 
-    `case` names rows without tokens; `reuse_bytes` is the least number of bytes that a graph
-    reads between two uses of an expert's weights (0 where that has no meaning).
+    `case` names rows without tokens; `experts` is the mean number of distinct experts a launch;
+    `cache` is "cold", "warm" (data may come from L2) or "eager" (no graph, host time included);
+    `reuse_bytes` is the least number of bytes that a graph reads between two uses of the same
+    data (0 where that has no meaning); `of_floor` the median ratio to the run's one of BASES.
     """
 
     op: str
@@ -55,11 +62,53 @@ class Row:
     experts: float
     reuse_bytes: int
     check: str
+    of_floor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHES or self.routing not in (*ROUTINGS, "none"):
+            raise ValueError(f"cache, routing: expected one of {CACHES} and {ROUTINGS}: {self}")
+        if (self.tokens is None) == (self.case is None):
+            raise ValueError(f"tokens, case: expected one of them, got {self}")
 
     @property
     def passed(self) -> bool:
         """Whether the output was right, or there is none."""
         return self.check in (OK, NOTHING_TO_CHECK)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes per µs that a GPU can move at most: from DRAM, and from the L2 cache to its SMs."""
+
+    dram: float
+    l2: float
+
+
+def limits_of(facts) -> Limits:
+    """Limits of a GPU (`facts` of the host layer), from its memory's and its SMs' top clocks."""
+    from cuda.bindings import driver
+
+    names = ("MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH", "CLOCK_RATE")
+    kinds = [getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}") for name in names]
+    values = [driver.cuDeviceGetAttribute(kind, facts.index)[1] for kind in kinds]
+    memory_khz, bus_bits, sm_khz = values
+    return Limits(
+        dram=2 * memory_khz * 1e3 * bus_bits / 8 * 1e-6,  # two transfers a cycle
+        l2=facts.sm_count * L2_BYTES_PER_CYCLE * sm_khz * 1e3 * 1e-6,
+    )
+
+
+def guarded(row: Row, limits: Limits) -> Row:
+    """The row, with a failed check when no memory is as fast as it claims.
+
+    A cold row must read all its bytes from DRAM; others may find them in the L2 cache.
+    """
+    most = DRAM_MARGIN * limits.dram if row.cache == "cold" else limits.l2
+    if row.bytes <= most * row.us:
+        return row
+    rate = row.bytes / row.us if row.us else float("inf")
+    text = f"impossible: {rate * 1e-6:.1f} TB/s, the memory gives {most * 1e-6:.1f}"
+    return replace(row, check=text)
 
 
 def summary(times: Sequence[float]) -> tuple[float, tuple[float, float]]:
@@ -125,24 +174,36 @@ def reuse_bytes(lists: Sequence[Sequence[int]], copies: int) -> int:
     return least or 0
 
 
+def l2_cleaner() -> Callable[[], object]:
+    """A call that reads COLD_FACTOR times the L2 cache: it holds other data then, and none dirty.
+
+    Without it a contestant pays for what the one before it left to be written back.
+    """
+    nbytes = COLD_FACTOR * torch.cuda.get_device_properties("cuda").L2_cache_size
+    memory = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda")
+    return memory.sum
+
+
 def interleave(
     contestants: Mapping[str, Callable[[], object]], replays: int
 ) -> dict[str, list[float]]:
-    """µs of each call, the contestants taking turns: A B C A B C ..., GPU time by events."""
-    for _ in range(WARM_UP_REPLAYS):
-        for work in contestants.values():
-            work()
-    torch.cuda.synchronize()
+    """µs of each call, the contestants taking turns: A B C A B C ..., GPU time by events.
+
+    Before each call, outside the time, the L2 cache is cleaned.
+    """
+    clean = l2_cleaner()
     spans = {name: [] for name in contestants}
-    for _ in range(replays):
+    for _ in range(WARM_UP_REPLAYS + replays):
         for name, work in contestants.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            clean()
             start.record()
             work()
             end.record()
             spans[name].append((start, end))
     torch.cuda.synchronize()
-    return {n: [a.elapsed_time(b) * 1e3 for a, b in pairs] for n, pairs in spans.items()}
+    times = {n: [a.elapsed_time(b) * 1e3 for a, b in pairs] for n, pairs in spans.items()}
+    return {name: found[WARM_UP_REPLAYS:] for name, found in times.items()}
 
 
 def eager_microseconds(launches: Sequence[Callable[[], object]], replays: int) -> list[float]:

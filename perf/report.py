@@ -1,4 +1,4 @@
-"""README tables from the results: `python perf/report.py` rewrites, `--check` only compares."""
+"""README tables and plots from the results: `perf/report.py` writes them, `--check` compares."""
 
 from __future__ import annotations
 
@@ -6,81 +6,166 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from protocol import ROUTINGS, Row, from_json
+import plot
+from protocol import BASES, ROUTINGS, Row, from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results" / "h200"
-BLOCK = re.compile(r"(<!-- perf:moe -->\n).*?(<!-- /perf:moe -->)", re.DOTALL)
+PLOTS = ROOT / "docs" / "plots"
+US_PER_S = 1e6
+TARGETS_US = {
+    "first call, cold JIT": 4e6,
+    "first call, warm disk cache": 0.5e6,
+    "call of mono_moe": 12.0,
+}
 
 
-def floor_of(rows: Sequence[Row], row: Row) -> Row | None:
-    """The floor that `row` is measured against: same tokens, routing and cache (eager: cold)."""
-    cache = "cold" if row.cache == "eager" else row.cache
-    return find(rows, "floor", row.tokens, row.routing, cache) if row.tokens else None
-
-
-def find(rows: Sequence[Row], contestant: str, tokens: int, routing: str, cache: str) -> Row | None:
-    """The row of that kind, if it was measured."""
-    key = (contestant, tokens, routing, cache)
-    found = (r for r in rows if (r.contestant, r.tokens, r.routing, r.cache) == key)
+def find(rows: Sequence[Row], contestant: str, key: tuple) -> Row | None:
+    """The row of a contestant with that (tokens, case, routing, cache), if it was measured."""
+    found = (
+        r
+        for r in rows
+        if (r.contestant, r.tokens, r.case, r.routing, r.cache) == (contestant, *key)
+    )
     return next(found, None)
 
 
+def markdown(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    head = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
+    return "\n".join(head + ["| " + " | ".join(line) + " |" for line in lines]) + "\n"
+
+
+def contestants(rows: Sequence[Row], first: Sequence[str]) -> list[str]:
+    """Contestants in the order of the rows, those of `first` before the others."""
+    names = dict.fromkeys(row.contestant for row in rows)
+    return [n for n in first if n in names] + [n for n in names if n not in first]
+
+
+def us(row: Row | None) -> str:
+    """µs with three digits that matter; empty for no row."""
+    return "" if row is None else f"{row.us:.1f}" if row.us >= 10 else f"{row.us:.2f}"
+
+
+def ratio(row: Row | None, other: Row | None = None) -> str:
+    """A row's ratio to the floor, or by way of the floor to `other`."""
+    if row is None or row.of_floor is None or (other and other.of_floor is None):
+        return ""
+    return f"{row.of_floor / (other.of_floor if other else 1.0):.2f}"
+
+
 def moe_table(rows: Sequence[Row]) -> str:
-    """Markdown: one line per routing and M, µs of all contestants, ours as a ratio to the floor."""
+    """One line per routing and M: µs of all contestants, ratios to the floor and to FlashInfer."""
     cold = [row for row in rows if row.tokens and row.cache == "cold"]
-    peers = [n for n in dict.fromkeys(r.contestant for r in cold) if n not in ("floor", "cute_moe")]
+    peers = [n for n in contestants(cold, ()) if n not in ("floor", "cute_moe")]
     names = ["routing", "M", "experts", "MB", "floor µs", "cute_moe µs", "cute_moe / floor"]
-    names += [f"{peer} µs" for peer in peers] + ["warm µs", "eager µs"]
-    lines = ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
+    names += [f"{peer} µs" for peer in peers]
+    names += ["flashinfer / cute_moe"] * ("flashinfer" in peers) + ["warm µs", "eager µs"]
+    lines = []
     keys = {(row.routing, row.tokens) for row in cold}
     for routing, tokens in sorted(keys, key=lambda key: (ROUTINGS.index(key[0]), key[1])):
-
-        def cell(name: str, cache: str = "cold", at=(tokens, routing)) -> str:
-            row = find(rows, name, *at, cache)
-            return f"{row.us:.1f}" if row else ""
-
-        ours = find(rows, "cute_moe", tokens, routing, "cold")
-        floor = find(rows, "floor", tokens, routing, "cold")
-        values = [routing, str(tokens), f"{ours.experts:.1f}", f"{ours.bytes / 1e6:.1f}"]
-        values += [cell("floor"), cell("cute_moe"), f"{ours.us / floor.us:.2f}"]
-        values += [cell(peer) for peer in peers]
-        values += [cell("cute_moe", "warm"), cell("cute_moe", "eager")]
-        lines.append("| " + " | ".join(values) + " |")
-    return "\n".join(lines) + "\n"
+        at = {c: (tokens, None, routing, c) for c in ("cold", "warm", "eager")}
+        ours, theirs = (find(rows, n, at["cold"]) for n in ("cute_moe", "flashinfer"))
+        line = [routing, str(tokens), f"{ours.experts:.1f}", f"{ours.bytes / 1e6:.1f}"]
+        line += [us(find(rows, "floor", at["cold"])), us(ours), ratio(ours)]
+        line += [us(find(rows, peer, at["cold"])) for peer in peers]
+        line += [ratio(theirs, ours)] * ("flashinfer" in peers)
+        lines.append(line + [us(find(rows, "cute_moe", at[c])) for c in ("warm", "eager")])
+    return markdown(names, lines)
 
 
-def replaced(readme: str, table: str) -> str:
-    """README with the table between its marks. Raises ValueError when there are no marks."""
-    text, count = BLOCK.subn(lambda found: found[1] + table + found[2], readme)
+def case_table(rows: Sequence[Row]) -> str:
+    """One line per case: µs of all contestants and our ratio to the run's floor or copy."""
+    names = contestants(rows, ("cute_moe",))
+    lines = []
+    for key in dict.fromkeys((row.tokens, row.case, row.routing, row.cache) for row in rows):
+        of_case = [find(rows, name, key) for name in names]
+        ours, nbytes = of_case[0], next(row.bytes for row in of_case if row)
+        label = f"{key[1]}, {key[3]}" if key[3] != "cold" else key[1]
+        lines.append([label, f"{nbytes / 1e6:.1f}", *map(us, of_case), ratio(ours)])
+    base = next((name for name in BASES if name in names), BASES[0])
+    return markdown(["case", "MB", *(f"{n} µs" for n in names), f"cute_moe / {base}"], lines)
+
+
+def host_table(rows: Sequence[Row]) -> str:
+    """One line per figure, with its target where there is one."""
+    lines = []
+    for row in rows:
+        target = TARGETS_US.get(row.case) if row.contestant == "cute_moe" else None
+        spread = " .. ".join(duration(value) for value in row.spread_us)
+        line = [f"{row.contestant}: {row.case}", duration(row.us), spread]
+        lines.append([*line, duration(target) if target else ""])
+    return markdown(["what", "median", "p10 .. p90", "target"], lines)
+
+
+def duration(us: float) -> str:
+    """In s from a hundredth of a second on, else in µs, with three digits."""
+    return f"{us / US_PER_S:.3g} s" if us >= US_PER_S / 100 else f"{us:.3g} µs"
+
+
+TABLES = {"moe": moe_table, "dispatch": case_table, "argmin": case_table, "host": host_table}
+
+
+def block(mode: str, content: Mapping[str, object]) -> str:
+    """What stands between the marks of a mode: where and when it was measured, and the table."""
+    meta = content["meta"]
+    clocks = str(meta["clocks"]).split(",")[0]
+    where = f"{meta['gpu']}, SM clock {clocks}, driver {meta['driver']}, commit {meta['commit']}"
+    return f"{where}, {meta['date']}.\n\n{TABLES[mode](from_json(content))}"
+
+
+def replaced(readme: str, mode: str, text: str) -> str:
+    """README with `text` between the marks of a mode. Raises ValueError when there are no marks."""
+    marks = re.compile(f"(<!-- perf:{mode} -->\n).*?(<!-- /perf:{mode} -->)", re.DOTALL)
+    result, count = marks.subn(lambda found: found[1] + text + found[2], readme)
     if count != 1:
-        raise ValueError("README.md: expected one <!-- perf:moe --> ... <!-- /perf:moe --> block")
-    return text
+        raise ValueError(f"README.md: expected one <!-- perf:{mode} --> block, got {count}")
+    return result
 
 
-def read_rows(path: Path = RESULTS / "moe.json") -> list[Row]:
+def read(path: Path) -> dict[str, object]:
+    """A results file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def read_rows(path: Path) -> list[Row]:
     """Rows of a results file."""
-    return from_json(json.loads(path.read_text(encoding="utf-8")))
+    return from_json(read(path))
+
+
+def outputs() -> dict[Path, str]:
+    """Every file that is made from the results, with its content."""
+    readme = ROOT / "README.md"
+    made = {readme: readme.read_text(encoding="utf-8")}
+    for mode in TABLES:
+        path = RESULTS / f"{mode}.json"
+        content = read(path) if path.exists() else None
+        text = block(mode, content) if content else ""
+        made[readme] = replaced(made[readme], mode, text)
+        if content and mode in plot.PLOTS:
+            made[PLOTS / f"{mode}.svg"] = plot.draw(mode, from_json(content))
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite README.md; with --check, 1 when it disagrees with the results."""
+    """Rewrite README.md and the plots; with --check, 1 when one disagrees with the results."""
     parser = argparse.ArgumentParser(prog="perf/report.py", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(argv).check
-    path = ROOT / "README.md"
-    before = path.read_text(encoding="utf-8")
-    after = replaced(before, moe_table(read_rows()))
-    if check:
-        if before != after:
-            print("README.md disagrees with perf/results; run python perf/report.py")
-        return int(before != after)
-    path.write_text(after, encoding="utf-8")
-    print(moe_table(read_rows()), end="")
-    return 0
+    stale = 0
+    for path, text in outputs().items():
+        same = path.exists() and path.read_text(encoding="utf-8") == text
+        if not same and not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if not same:
+            name = path.relative_to(ROOT)
+            print(f"{name}: " + ("disagrees with perf/results" if check else "written"))
+            stale += 1
+    return int(check and stale > 0)
 
 
 if __name__ == "__main__":

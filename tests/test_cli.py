@@ -40,8 +40,9 @@ def console() -> Console:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo as on a machine without a GPU, with layers of any shape."""
 
-    def mono_moe(*arguments, out, scratchpad):
-        out.copy_(reference.moe_block_fp8(*arguments))
+    def mono_moe(*arguments, out, scratchpad, activations, programmatic):
+        result = reference.moe_block_fp8(*arguments)
+        return result if out is None else out.copy_(result)
 
     monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)

@@ -1,48 +1,24 @@
-"""The benchmarks' arithmetic, results files and report; the kernels only as machine code."""
+"""The benchmarks' arithmetic and rules; their kernels only as machine code."""
 
-import importlib.util
+import functools
+import importlib
+import itertools
 import json
-import sys
-from pathlib import Path
+from dataclasses import replace
 
+import bench
+import bench_moe
+import floor
+import protocol
 import pytest
+import race
+import report
 import torch
+from perf_rows import MB, example_rows, make_row
 
 from cute_moe import reference
 from cute_moe.host.compile import compile_report
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def load(name: str):
-    """perf/<name>.py, which is no package's module, under the name that its neighbours import."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "perf" / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-floor, protocol, report, bench = map(load, ("floor", "protocol", "report", "bench"))
-MB = 1 << 20
-
-
-def make_row(contestant: str, us: float, tokens: int | None = 2, **changes):
-    fields = dict(op="moe", contestant=contestant, tokens=tokens, case=None, routing="uniform",
-                  cache="cold", us=us, spread_us=(us - 0.1, us + 0.2), bytes=16 * 3 * MB,
-                  experts=16.0, reuse_bytes=300 * MB, check="ok")  # fmt: skip
-    return protocol.Row(**{**fields, **changes})
-
-
-def example_rows():
-    case = dict(case="empty kernel", routing="none", check="none")
-    return [
-        make_row("cute_moe", 15.0),
-        make_row("floor", 12.0),
-        make_row("cute_moe", 11.0, cache="warm"),
-        make_row("cute_moe", 25.0, cache="eager"),
-        make_row("empty", 2.0, None, **case),
-    ]
+from cute_moe.host.device import DeviceFacts
 
 
 def test_bytes_of_an_expert() -> None:
@@ -72,7 +48,7 @@ def test_routings(routing) -> None:
         assert len({e for ids in lists for e in ids}) == 24 * 8
     else:
         assert 8 < protocol.mean_experts(lists) < 32
-    assert protocol.reuse_bytes(lists, bench.COPIES) > 11 * 8 * protocol.EXPERT_BYTES
+    assert protocol.reuse_bytes(lists, protocol.COPIES) > 11 * 8 * protocol.EXPERT_BYTES
 
 
 def test_skewed_routing_has_fewer_experts() -> None:
@@ -99,8 +75,8 @@ def test_reuse_distance() -> None:
 
 
 def test_copies_keep_every_case_cold() -> None:
-    least = 8 * protocol.EXPERT_BYTES * (bench.COPIES - 1)
-    assert protocol.LAUNCHES % bench.COPIES == 0
+    least = 8 * protocol.EXPERT_BYTES * (protocol.COPIES - 1)
+    assert protocol.LAUNCHES % protocol.COPIES == 0
     assert least > protocol.COLD_FACTOR * 60 * MB, "the L2 of an H200"
 
 
@@ -111,7 +87,7 @@ def test_summary() -> None:
 def test_relative_error_of_a_poisoned_output_fails() -> None:
     want = torch.ones(2, 4)
     assert reference.relative_error(want, want) == 0.0
-    assert not reference.relative_error(torch.full((2, 4), torch.nan), want) <= bench.MAX_ERROR
+    assert not reference.relative_error(torch.full((2, 4), torch.nan), want) <= bench_moe.MAX_ERROR
 
 
 def test_sums_of_the_probe() -> None:
@@ -149,31 +125,78 @@ def test_json_round_trip() -> None:
         protocol.from_json({"rows": [{**content["rows"][0], "other": 1}]})
 
 
-def test_table() -> None:
-    lines = report.moe_table(example_rows()).splitlines()
-    assert lines[2:] == [
-        "| uniform | 2 | 16.0 | 50.3 | 12.0 | 15.0 | 1.25 | 11.0 | 25.0 |",
-    ]
-    assert {line.count("|") for line in lines} == {10}
-    peers = report.moe_table([*example_rows(), make_row("torch", 99.0)])
-    assert "| torch µs |" in peers and "| 1.25 | 99.0 | 11.0 |" in peers
-
-
-def test_block_is_replaced() -> None:
-    readme = "a\n<!-- perf:moe -->\nold\n<!-- /perf:moe -->\nb\n"
-    want = "a\n<!-- perf:moe -->\nnew \\1\n<!-- /perf:moe -->\nb\n"
-    assert report.replaced(readme, "new \\1\n") == want
-    with pytest.raises(ValueError, match="perf:moe"):
-        report.replaced("nothing", "new\n")
-
-
 def test_command_line() -> None:
     args = bench.parse_args(["moe", "--tokens", "1,8", "--json"])
-    assert args.tokens == (1, 8) and args.json == report.RESULTS / "moe.json"
-    assert bench.parse_args(["all"]).json is None
-    for bad in (["moe", "--tokens", "0"], ["moe", "--tokens", "a"], []):
+    assert args.tokens == (1, 8) and args.json == report.RESULTS
+    assert args.peers is None and bench.parse_args(["moe", "--peers", "none"]).peers == ()
+    assert bench.parse_args(["all", "--peers", "torch,copy"]).peers == ("torch", "copy")
+    assert bench.parse_args(["all"]).modes == tuple(bench.MODES)
+    for bad in (["moe", "--tokens", "0"], ["moe", "--tokens", "a"], [], ["other"],
+                ["moe", "--peers", "x"], ["all", "--json", "all.json"]):  # fmt: skip
         with pytest.raises(SystemExit):
             bench.parse_args(bad)
+
+
+@pytest.mark.parametrize("mode", bench.MODES)
+def test_every_mode_has_a_module(mode) -> None:
+    module = importlib.import_module(f"bench_{mode}")
+    assert callable(module.measure) and module.__doc__
+
+
+def measured(monkeypatch, tmp_path, row: protocol.Row, *arguments: str) -> tuple[int, dict]:
+    """bench.py on a pretended GPU that measures `row`: the exit code and the results file."""
+    facts = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 60 * MB, "580")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench, "device_facts", lambda index: facts)
+    monkeypatch.setattr(protocol, "limits_of", lambda facts: H200)
+    seen = []
+
+    def measure(options: race.Options, advance: race.Advance) -> list[protocol.Row]:
+        seen.append(options)
+        advance("a step")
+        return [row, make_row("floor", 12.0)]
+
+    monkeypatch.setattr(bench_moe, "measure", measure)
+    path = tmp_path / "out.json"
+    code = bench.main(["moe", "--json", str(path), "--plot", str(tmp_path), *arguments])
+    assert seen == [bench.Options(replays=7, peers=("torch",))]
+    return code, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("us, code", [(15.0, 0), (0.08, 1)])
+def test_results_file_and_exit_code(monkeypatch, tmp_path, capsys, us, code) -> None:
+    row = make_row("cute_moe", us, of_floor=1.25)
+    options = ["--replays", "7", "--peers", "torch", "--commit", "abc"]
+    got, content = measured(monkeypatch, tmp_path, row, *options)
+    assert got == code
+    first, _ = protocol.from_json(content)
+    assert first.passed is (code == 0) and first.us == us
+    meta = content["meta"]
+    assert meta["gpu"] == "NVIDIA H200" and meta["commit"] == "abc"
+    assert meta["protocol"]["replays"] == 7 and "24 launches" in meta["protocol"]["text"]
+    assert (tmp_path / "moe.svg").exists()
+    out = capsys.readouterr().out
+    assert "1.250" in out and ("1 FAILED" in out) is (code == 1)
+
+
+def test_one_mode_that_fails_does_not_lose_the_others(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench, "device_facts", lambda index: None)
+    monkeypatch.setattr(bench, "why_unsupported", lambda facts: None)
+    done = []
+
+    def measure(mode: str, *_: object) -> list[protocol.Row]:
+        done.append(mode)
+        if mode == "moe":
+            raise RuntimeError("out of luck")
+        return []
+
+    monkeypatch.setattr(bench, "measure", measure)
+    assert bench.main(["all"]) == 1
+    assert done == list(bench.MODES)
+    assert "out of luck" in capsys.readouterr().out
 
 
 def test_bench_says_why_it_cannot_run(monkeypatch, capsys) -> None:
@@ -182,13 +205,131 @@ def test_bench_says_why_it_cannot_run(monkeypatch, capsys) -> None:
     assert "cannot measure here" in capsys.readouterr().out
 
 
-def test_committed_results_are_what_the_readme_says() -> None:
-    path = report.RESULTS / "moe.json"
-    if not path.exists():
-        pytest.skip("no results yet")
-    meta = json.loads(path.read_text(encoding="utf-8"))["meta"]
-    assert {"gpu", "driver", "clocks", "versions", "commit", "date", "protocol"} <= set(meta)
-    rows = report.read_rows()
-    assert all(row.passed for row in rows)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert report.replaced(readme, report.moe_table(rows)) == readme
+class FakeGraph:
+    """A captured graph that replays its launches, or, as on a wrong stream, nothing."""
+
+    def __init__(self, launches, empty: bool) -> None:
+        self.launches = () if empty else launches
+        for launch in launches:
+            launch()
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+def fake_interleave(works, replays):
+    for work in works.values():
+        work()
+    return {name: [24.0 + turn for turn in range(replays)] for name in works}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_an_empty_replay_leaves_the_poison(monkeypatch, empty) -> None:
+    out = torch.zeros(3)
+    contestant = race.Contestant(
+        [lambda: out.fill_(1.0)],
+        lambda: out.fill_(torch.nan),
+        lambda: protocol.OK if bool((out == 1.0).all()) else "wrong",
+    )
+    monkeypatch.setattr(race, "capture", lambda launches: FakeGraph(launches, empty))
+    monkeypatch.setattr(protocol, "interleave", fake_interleave)
+    assert race.race({"a": contestant}, 3)["a"].check == ("wrong" if empty else "ok")
+
+
+def test_a_peer_that_cannot_be_captured_is_skipped(monkeypatch, capsys) -> None:
+    def capture(launches):
+        launches[0]()
+        return FakeGraph(launches, empty=False)
+
+    def broken() -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(race, "capture", capture)
+    monkeypatch.setattr(protocol, "interleave", fake_interleave)
+    good = race.Contestant([lambda: None], lambda: None, lambda: protocol.OK)
+    bad = race.Contestant([broken], lambda: None, lambda: protocol.OK)
+    assert set(race.race({"cute_moe": good, "torch_compile": bad}, 2)) == {"cute_moe"}
+    assert "torch_compile: skipped, RuntimeError: no compiler" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="no compiler"):
+        race.race({"cute_moe": bad}, 2)
+
+
+def test_contestants_take_turns_on_a_clean_cache(monkeypatch) -> None:
+    log, clock = [], itertools.count()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(clock)
+            log.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) * 1e-3 * (1 + end.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(protocol, "l2_cleaner", lambda: lambda: log.append("clean"))
+    works = {name: functools.partial(log.append, name) for name in "ab"}
+    times = protocol.interleave(works, 2)
+    turn = ["clean", "event", "a", "event", "clean", "event", "b", "event"]
+    assert log == turn * (protocol.WARM_UP_REPLAYS + 2) + ["wait"]
+    first = 4 * protocol.WARM_UP_REPLAYS + 2  # number of a's end event in the first timed turn
+    assert times == {
+        "a": pytest.approx([first, first + 4]),
+        "b": pytest.approx([first + 2, first + 6]),
+    }
+
+
+def test_rows_of_a_run_have_the_ratio_of_each_turn() -> None:
+    results = {
+        "floor": race.Result([10.0, 20.0, 30.0], "ok"),
+        "cute_moe": race.Result([11.0, 24.0, 36.0], "ok"),
+    }
+    fields = dict(op="moe", tokens=1, case=None, routing="uniform", cache="cold", bytes=1,
+                  experts=8.0, reuse_bytes=0)  # fmt: skip
+    floor_row, ours = race.rows(results, **fields)
+    assert floor_row.of_floor is None and ours.of_floor == 1.2
+    assert (ours.us, ours.contestant, ours.check) == (24.0, "cute_moe", "ok")
+
+
+H200 = protocol.Limits(dram=4.9e6, l2=16.7e6)
+
+
+def test_impossible_rates_fail() -> None:
+    published = make_row("cute_moe", 0.08, None, case="2048 x 128 fp32", bytes=2 * MB)
+    assert published.passed
+    for cache in ("cold", "warm", "eager"):
+        row = protocol.guarded(replace(published, cache=cache), H200)
+        assert row.check.startswith("impossible: 26.2 TB/s") and not row.passed
+    assert not protocol.guarded(make_row("x", 0.0, bytes=1), H200).passed
+
+
+def test_possible_rates_keep_their_check() -> None:
+    for row in (make_row("floor", 12.0), make_row("empty", 1.0, bytes=0, check="none")):
+        assert protocol.guarded(row, H200) is row
+    beyond_dram = make_row("cute_moe", 5.0)
+    assert not protocol.guarded(beyond_dram, H200).passed
+    assert protocol.guarded(replace(beyond_dram, cache="warm"), H200).passed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [dict(cache="hot"), dict(routing="random"), dict(case="x"), dict(tokens=None)],
+)
+def test_rows_that_make_no_sense(changes) -> None:
+    with pytest.raises(ValueError, match="expected one of"):
+        make_row("cute_moe", 1.0, **changes)
+
+
+def test_a_cold_row_must_be_cold(monkeypatch) -> None:
+    facts = type("Facts", (), {"l2_bytes": 60 * MB})
+    monkeypatch.setattr(bench_moe, "device_facts", lambda index: facts)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    lists = [list(range(8))] * protocol.LAUNCHES
+    for copies, check in ((1, "not cold: 23 MB between two uses"), (protocol.COPIES, "ok")):
+        case = bench_moe.Case(1, "uniform", [], [], lists, [], copies)
+        (row,) = bench_moe.case_rows(case, {"cute_moe": race.Result([2.0], "ok")}, "cold")
+        assert row.check == check and row.experts == 8.0 and row.bytes == 24 * MB

@@ -1,0 +1,258 @@
+"""The MoE layer: 24 launches in one CUDA graph, each with its own routing, the weight copies in
+turn, so that the L2 cache is cold; all contestants' graphs take turns, and before each replay the
+L2 cache is filled with other, clean data. µs per launch, median of the replays. warm: launch 0 over
+and over, from one weight copy. eager: no graph, host time included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import protocol as p
+import torch
+from floor import (
+    LANES,
+    EmptySpec,
+    FloorSpec,
+    empty_function,
+    expected_sums,
+    floor_function,
+    samples,
+)
+from peers import Peer, find_peers
+from race import Advance, Contestant, Options, Result, eager, race, rows
+
+from cute_moe import reference
+from cute_moe.host.device import device_facts
+from cute_moe.kernels.moe.spec import MAX_TOKENS
+from cute_moe.moe import alloc_scratchpad, mono_moe
+
+MAX_ERROR = 1.5e-2  # relative Frobenius error against the block-FP8 reference
+MAX_ERROR_BF16 = 0.075  # the same: here the difference is the reference's quantisation
+QUICK_TOKENS, QUICK_ROUTINGS = (1, 8), ("uniform",)
+POISON = -0x5A5A5A5B  # in the probe's sums; outputs are poisoned with NaN
+COPY_BYTES = 1_500_000_000
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Weight copies in call order (w_up, s_up, w_down, s_down), and what the probe must see."""
+
+    copies: list[tuple[torch.Tensor, ...]]
+    up_samples: torch.Tensor
+    down_samples: torch.Tensor
+    grid: int
+    scratchpad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of the launches of one graph; `want` are the reference outputs."""
+
+    tokens: int
+    routing: str
+    xs: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    lists: list[list[int]]
+    want: list[torch.Tensor]
+    copies: int
+
+    def repeated(self) -> Case:
+        """Launch 0 again and again, from one weight copy: the warm case."""
+        count = len(self.xs)
+        fields = (self.xs, self.logits, self.lists, self.want)
+        return Case(self.tokens, self.routing, *([f[0]] * count for f in fields), copies=1)
+
+
+def make_pool(copies: int, seed: int = 0) -> Pool:
+    """Random weights with a spread of block scales; the copies are equal and lie apart."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    e, k, n = p.SHAPE.num_experts, p.SHAPE.hidden, p.SHAPE.intermediate
+
+    def draw(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {"generator": generator, "device": "cuda"}
+        q, scale = reference.quantize_blocks(torch.randn(e, rows, columns, **options) * 0.02)
+        return q, scale * (torch.rand(scale.shape, **options) + 0.5)
+
+    weights = (*draw(2 * n, k), *draw(k, n))
+    torch.cuda.empty_cache()
+    spec = FloorSpec()
+    return Pool(
+        copies=[weights, *(tuple(t.clone() for t in weights) for _ in range(copies - 1))],
+        up_samples=samples(weights[0], spec.up_chunks),
+        down_samples=samples(weights[2], spec.down_chunks),
+        grid=device_facts(torch.cuda.current_device()).sm_count,
+        scratchpad=alloc_scratchpad("cuda"),
+    )
+
+
+def make_case(pool: Pool, tokens: int, routing: str) -> Case:
+    """Inputs of LAUNCHES launches and their reference outputs."""
+    generator = torch.Generator("cuda").manual_seed(1000 * tokens + p.ROUTINGS.index(routing))
+    logits = p.draw_logits(tokens, routing, p.LAUNCHES, generator)
+    options = {"generator": generator, "device": "cuda"}
+    xs = [torch.randn(tokens, p.SHAPE.hidden, **options).bfloat16() for _ in logits]
+    want = [
+        reference.moe_block_fp8(x, router, *pool.copies[0], p.TOP_K)
+        for x, router in zip(xs, logits, strict=True)
+    ]
+    lists = [p.active_experts(router) for router in logits]
+    return Case(tokens, routing, xs, logits, lists, want, len(pool.copies))
+
+
+def layer_contestant(case: Case, peer: Peer) -> Contestant:
+    """Our layer or a peer's, every launch with an output of its own."""
+    outs = [torch.empty_like(x) for x in case.xs]
+
+    def launch(i: int) -> Callable[[], object]:
+        args = (case.xs[i], case.logits[i], *peer.copies[i % case.copies], outs[i])
+
+        def call() -> None:
+            outs[i] = peer.call(*args)  # the result of the last call: in a graph, its memory
+
+        return call
+
+    def check() -> str:
+        errors = [reference.relative_error(o, w) for o, w in zip(outs, case.want, strict=True)]
+        bad = [e for e in errors if not e <= peer.max_error]
+        return f"{len(bad)} of {len(errors)} wrong, error {bad[0]:.3g}" if bad else p.OK
+
+    def poison() -> None:
+        for out in outs:
+            out.fill_(torch.nan)
+
+    return Contestant([launch(i) for i in range(len(outs))], poison, check)
+
+
+def ourselves(pool: Pool, max_error: float = MAX_ERROR, **options: object) -> Peer:
+    """`mono_moe` with further options of its own."""
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        *inputs, out = tensors
+        return mono_moe(*inputs, top_k=p.TOP_K, out=out, scratchpad=pool.scratchpad, **options)
+
+    return Peer(call, pool.copies, max_error)
+
+
+def floor_contestant(pool: Pool, lists: Sequence[Sequence[int]], copies: int) -> Contestant:
+    """The probe on the experts of each launch."""
+    function = floor_function(FloorSpec(grid=pool.grid))
+    experts = [torch.tensor(ids, dtype=torch.int32, device="cuda") for ids in lists]
+    sums = torch.empty(len(lists), pool.grid * LANES, dtype=torch.int32, device="cuda")
+    seen = (pool.up_samples, pool.down_samples)
+    want = torch.stack([expected_sums(*seen, ids, pool.grid) for ids in lists])
+
+    def launch(i: int) -> Callable[[], object]:
+        w_up, _, w_down, _ = pool.copies[i % copies]
+        args = (*(w.view(torch.uint8).view(-1) for w in (w_up, w_down)), experts[i], sums[i])
+        return lambda: function(*args)
+
+    def check() -> str:
+        bad = int((sums != want).any(dim=1).sum())
+        return f"{bad} of {len(lists)} launches saw other bytes" if bad else p.OK
+
+    launches = [launch(i) for i in range(len(lists))]
+    return Contestant(launches, lambda: sums.fill_(POISON), check)
+
+
+def empty_contestant(grid: int) -> Contestant:
+    """A kernel that does nothing: what a launch in a graph costs."""
+    function = empty_function(EmptySpec(grid=grid))
+    where = torch.empty(1, dtype=torch.int32, device="cuda")
+    launches = [lambda: function(where)] * p.LAUNCHES
+    return Contestant(launches, lambda: None, lambda: p.NOTHING_TO_CHECK)
+
+
+def copy_contestant() -> Contestant:
+    """One device-to-device copy of COPY_BYTES."""
+    source = torch.randint(-128, 127, (COPY_BYTES,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+
+    def check() -> str:
+        return p.OK if torch.equal(source, target) else "the copy differs"
+
+    return Contestant([lambda: target.copy_(source)], lambda: target.zero_(), check)
+
+
+def case_rows(case: Case, results: dict[str, Result], cache: str) -> list[p.Row]:
+    """Rows of one run; cold ones fail when the L2 cache could have helped."""
+    experts = p.mean_experts(case.lists)
+    reuse = p.reuse_bytes(case.lists, case.copies) if cache != "warm" else 0
+    least = p.COLD_FACTOR * device_facts(torch.cuda.current_device()).l2_bytes
+    made = rows(
+        results,
+        op="moe",
+        tokens=case.tokens,
+        case=None,
+        routing=case.routing,
+        cache=cache,
+        bytes=round(experts * p.EXPERT_BYTES),
+        experts=experts,
+        reuse_bytes=reuse,
+    )
+    if cache != "cold" or reuse > least:
+        return made
+    text = f"not cold: {reuse / 1e6:.0f} MB between two uses"
+    return [replace(row, check=text) if row.check == p.OK else row for row in made]
+
+
+def token_rows(
+    pool: Pool, peers: Mapping[str, Peer], tokens: int, routing: str, replays: int
+) -> list[p.Row]:
+    """Cold rows of one M and routing; for uniform routing also warm and eager rows."""
+    case = make_case(pool, tokens, routing)
+    cold_case, warm_case = ("cold", case), ("warm", case.repeated())
+    uniform = routing == "uniform"
+    made = []
+    for cache, inputs in (cold_case, warm_case) if uniform else (cold_case,):
+        baseline = cache == "cold" and uniform
+        racing = {name: peer for name, peer in peers.items() if baseline or not peer.baseline}
+        contestants = {name: layer_contestant(inputs, peer) for name, peer in racing.items()}
+        contestants["floor"] = floor_contestant(pool, inputs.lists, inputs.copies)
+        made += case_rows(inputs, race(contestants, replays), cache)
+    for name, peer in peers.items():
+        if uniform and not peer.baseline:
+            result = eager(layer_contestant(case, peer), replays)
+            made += case_rows(case, {name: result}, "eager")
+    return made
+
+
+def context_rows(pool: Pool, replays: int) -> Iterator[p.Row]:
+    """What the figures are to be read against: empty launches, a copy, one long stream."""
+    everything = [list(range(p.SHAPE.num_experts))] * len(pool.copies)
+    contestants = {
+        "empty": empty_contestant(pool.grid),
+        "copy": copy_contestant(),
+        "floor": floor_contestant(pool, everything, len(pool.copies)),
+    }
+    cases = {
+        "empty": ("empty kernel", 0, 0),
+        "copy": ("device copy, bytes read and written", 2 * COPY_BYTES, 0),
+        "floor": ("all experts", p.SHAPE.num_experts * p.EXPERT_BYTES, p.SHAPE.num_experts),
+    }
+    shared = {"op": "moe", "tokens": None, "routing": "none", "cache": "cold", "reuse_bytes": 0}
+    for name, result in race(contestants, replays).items():
+        case, nbytes, experts = cases[name]
+        yield from rows({name: result}, case=case, bytes=nbytes, experts=experts, **shared)
+
+
+def measure(options: Options, advance: Advance) -> list[p.Row]:
+    """All rows of the layer."""
+    advance("weights")
+    pool = make_pool(options.copies)
+    advance("peers")
+    peers = {
+        "cute_moe": ourselves(pool),
+        "cute_moe_bf16": ourselves(pool, MAX_ERROR_BF16, activations="bf16"),
+        "cute_moe_programmatic": ourselves(pool, programmatic=True),
+        **find_peers(options, pool.copies),
+    }
+    advance("empty kernel, copy, long stream")
+    made = list(context_rows(pool, options.replays))
+    everything = QUICK_TOKENS if options.quick else tuple(range(1, MAX_TOKENS + 1))
+    for routing in QUICK_ROUTINGS if options.quick else p.ROUTINGS:
+        for tokens in options.tokens or everything:
+            advance(f"M={tokens} {routing}")
+            made += token_rows(pool, peers, tokens, routing, options.replays)
+    return made

@@ -1,0 +1,178 @@
+"""Other implementations of the layer, each an adapter that says why it cannot take part.
+
+An adapter takes the weight copies in our call order and returns a Peer, whose `call` computes what
+`mono_moe` does. Every timed call is the whole layer, routing and quantisation included; weights are
+brought into the peer's own layout beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import protocol as p
+import torch
+from race import Options
+
+from cute_moe import reference
+from cute_moe.moe import interleave_for_tma_wgmma_up
+
+FLASHINFER_SO = "CUTE_MOE_FLASHINFER_SO"
+FLASHINFER_SOFTMAX = 1
+# What the import, the loading or the set-up of a peer that is not there raises.
+ABSENT = (ImportError, OSError, RuntimeError, AttributeError)
+Weights = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`call(x, logits, w_up, s_up, w_down, s_down, out)` on its own weight copies.
+
+    It returns its result: `out`, or a tensor of its own where that saves the peer a copy.
+    `max_error` bounds the relative Frobenius error against the block-FP8 reference; it is wider
+    than ours where the peer's own arithmetic differs from the reference's. A `baseline` is so
+    slow that one kind of row is enough: uniform routing, cold.
+    """
+
+    call: Callable[..., object]
+    copies: Sequence[Weights]
+    max_error: float
+    baseline: bool = False
+
+
+def flashinfer(copies: Sequence[Weights]) -> Peer:
+    """FlashInfer's `mono_moe`: the installed package, or the library of perf/build_flashinfer.py.
+
+    It quantises h per 64 features instead of 128 and adds with atomics, so its results differ by
+    about 0.025 from the reference, and a little from run to run.
+    """
+    topk, scratchpad_bytes = _flashinfer_functions()
+    scratchpad = torch.zeros(scratchpad_bytes, dtype=torch.uint8, device=copies[0][0].device)
+    own = [(interleave_for_tma_wgmma_up(up), *others) for up, *others in copies]
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        topk(*tensors, scratchpad, p.TOP_K, FLASHINFER_SOFTMAX, True)
+        return tensors[-1]
+
+    return Peer(call, own, max_error=0.05)
+
+
+def _flashinfer_functions() -> tuple[Callable[..., object], int]:
+    """FlashInfer's kernel as a function, below its checks in Python, and its scratchpad's bytes."""
+    path = os.environ.get(FLASHINFER_SO)
+    if path:
+        import tvm_ffi
+
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"{FLASHINFER_SO}={path}: no such file")
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # it calls the driver without linking
+        module = tvm_ffi.load_module(path)
+    else:
+        from flashinfer.jit.monomoe import load_monomoe_module
+
+        module = load_monomoe_module()
+    return module.monomoe_topk, int(module.monomoe_scratchpad_size())
+
+
+def versions() -> dict[str, str]:
+    """Releases of the peers that are installed, and what the library of FlashInfer was built from.
+
+    Read from the text file that perf/build_flashinfer.py writes beside the library.
+    """
+    found = {}
+    for name in ("flashinfer-python", "vllm", "sglang", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    if os.environ.get(FLASHINFER_SO):
+        note = Path(os.environ[FLASHINFER_SO]).with_suffix(".txt")
+        text = note.read_text(encoding="utf-8").strip() if note.is_file() else "unknown build"
+        found[FLASHINFER_SO] = text
+    return found
+
+
+def vllm_triton(copies: Sequence[Weights]) -> Peer:
+    """vLLM's Triton path with its tuned config: top-k, then align, quantise, two GEMMs, sum."""
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+
+    def call(x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor) -> torch.Tensor:
+        w_up, s_up, w_down, s_down, _ = weights_and_out
+        weights, ids, _ = fused_topk(x, logits, p.TOP_K, renormalize=True)
+        config = fp8_w8a8_moe_quant_config(s_up, s_down, block_shape=[reference.BLOCK] * 2)
+        return fused_experts(x, w_up, w_down, weights, ids, quant_config=config)
+
+    return Peer(call, copies, max_error=0.05)
+
+
+def sglang_triton(copies: Sequence[Weights]) -> Peer:
+    """SGLang's Triton path with its tuned config, with the same steps as vLLM's."""
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
+    from sglang.srt.layers.moe.topk import StandardTopKOutput, fused_topk
+
+    e = p.SHAPE.num_experts
+    runner = MoeRunnerConfig(num_experts=e, num_local_experts=e, inplace=False)
+
+    def call(x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor) -> torch.Tensor:
+        w_up, s_up, w_down, s_down, _ = weights_and_out
+        weights, ids = fused_topk(x, logits, p.TOP_K, renormalize=True)[:2]
+        topk = StandardTopKOutput(weights, ids, logits)
+        block = [reference.BLOCK] * 2
+        scales = {"w1_scale": s_up, "w2_scale": s_down, "block_shape": block}
+        return fused_experts(x, w_up, w_down, topk, runner, use_fp8_w8a8=True, **scales)
+
+    return Peer(call, copies, max_error=0.05)
+
+
+def plain_torch(copies: Sequence[Weights]) -> Peer:
+    """The layer in plain torch ops: gathers the chosen experts, dequantises them to bf16, bmm.
+
+    Nothing is fused and x and h are never quantised, hence the wider bound.
+    """
+    return Peer(_torch_layer, copies, max_error=0.075, baseline=True)
+
+
+def _torch_layer(
+    x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor
+) -> torch.Tensor:
+    w_up, s_up, w_down, s_down, out = weights_and_out
+    top, ids = torch.softmax(logits.float(), dim=1).topk(p.TOP_K, dim=1)
+    top = top / top.sum(dim=1, keepdim=True)
+    chosen = ids.flatten()
+
+    def dense(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        rows = weight.view(torch.uint8)[chosen].view(weight.dtype).to(torch.bfloat16)
+        blocks = rows.unflatten(-1, (-1, reference.BLOCK)).unflatten(-3, (-1, reference.BLOCK))
+        return (blocks * scale[chosen][:, :, None, :, None].bfloat16()).view_as(rows)
+
+    tokens = x.repeat_interleave(p.TOP_K, dim=0).unsqueeze(2)
+    gate, value = torch.bmm(dense(w_up, s_up), tokens).squeeze(2).chunk(2, dim=1)
+    h = torch.nn.functional.silu(gate) * value
+    y = torch.bmm(dense(w_down, s_down), h.unsqueeze(2)).view(*ids.shape, -1)
+    return out.copy_((y * top.unsqueeze(2)).sum(dim=1))
+
+
+ADAPTERS: dict[str, Callable[[Sequence[Weights]], Peer]] = {
+    "flashinfer": flashinfer,
+    "vllm_triton": vllm_triton,
+    "sglang_triton": sglang_triton,
+    "torch": plain_torch,
+}
+
+
+def find_peers(options: Options, copies: Sequence[Weights]) -> dict[str, Peer]:
+    """The peers that the options want and that can run here; prints why others cannot."""
+    found = {}
+    for name, adapter in ADAPTERS.items():
+        if options.wants(name):
+            try:
+                found[name] = adapter(copies)
+            except ABSENT as reason:
+                print(f"{name}: skipped, {reason}")
+    return found

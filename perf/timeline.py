@@ -1,0 +1,133 @@
+"""The timeline inside the kernel as SVG: `python perf/timeline.py [--tokens 1,8] [--out DIR]`.
+
+A trace is a table of times: one row per CTA, one column per named event, in ns of the GPU's global
+timer; 0 where the event did not happen. With trace files as arguments no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import protocol
+import torch
+from bench import parse_tokens
+from bench_moe import MAX_ERROR, Pool, floor_contestant, make_case, make_pool
+from race import race
+from timeline_svg import Trace, draw
+
+from cute_moe.host.device import device_facts, why_unsupported
+from cute_moe.kernels.moe.spec import MoeSpec
+from cute_moe.reference import relative_error
+from cute_moe.trace import record
+
+
+def read(path: Path) -> Trace:
+    """A trace from .npz or .json with `names`, `array` and perhaps `floor_us` and `title`.
+
+    Raises ValueError for another kind of file, KeyError where names or array are missing.
+    """
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as file:
+            content = {key: file[key].tolist() for key in file.files}
+    elif path.suffix == ".json":
+        content = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        raise ValueError(f"{path}: expected a .npz or .json file")
+    array = np.array(content["array"])
+    title = content.get("title", path.stem)
+    return Trace(tuple(content["names"]), array, content.get("floor_us"), title)
+
+
+def to_json(trace: Trace) -> str:
+    """A trace as JSON, one CTA a line."""
+    head = {"title": trace.title, "floor_us": trace.floor_us, "names": list(trace.names)}
+    rows = ",\n".join(json.dumps(row) for row in trace.array.tolist())
+    return json.dumps(head)[:-1] + f', "array": [\n{rows}\n]}}\n'
+
+
+def table(trace: Trace) -> str:
+    """Markdown: CTAs where each event happened, and its min, median and max over them in µs."""
+    lines = ["| event | CTAs | min µs | median µs | max µs |", "|---|---:|---:|---:|---:|"]
+    for name in trace.names:
+        times = trace.microseconds(name)
+        times = times[~np.isnan(times)]
+        figures = [f"{f(times):.2f}" if times.size else "" for f in (np.min, np.median, np.max)]
+        lines.append(f"| {name} | {times.size} | " + " | ".join(figures) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def collect(pool: Pool, tokens: int) -> Trace:
+    """Record the traced kernel at M = tokens: cold L2, uniform routing, a graph as in bench_moe.
+
+    Of the graph's launches the one of median length is taken; the floor is that of its experts.
+    Raises RuntimeError when an output of the traced kernel is wrong.
+    """
+    case = make_case(pool, tokens, "uniform")
+    outs = [torch.empty_like(x) for x in case.xs]
+    calls = [
+        (case.xs[i], case.logits[i], *pool.copies[i % case.copies], out)
+        for i, out in enumerate(outs)
+    ]
+    names, stamps = record(calls, MoeSpec(top_k=protocol.TOP_K, grid=pool.grid))
+    error = max(relative_error(out, want) for out, want in zip(outs, case.want, strict=True))
+    if not error <= MAX_ERROR:
+        raise RuntimeError(f"the traced kernel is wrong: error {error:.3g}, at most {MAX_ERROR}")
+    launch = median_launch(stamps.numpy())
+    lists = [case.lists[launch]] * len(calls)
+    floor = race({"floor": floor_contestant(pool, lists, case.copies)}, protocol.REPLAYS)["floor"]
+    if floor.check != protocol.OK:
+        raise RuntimeError(f"the floor probe is wrong: {floor.check}")
+    return Trace(
+        names,
+        stamps[launch].numpy(),
+        protocol.summary(floor.times)[0],
+        f"M = {tokens}, {len(lists[0])} experts, cold L2",
+    )
+
+
+def median_launch(stamps: np.ndarray) -> int:
+    """Index of the launch of median length; stamps: integers [launches, CTAs, events]."""
+    first = np.where(stamps > 0, stamps, stamps.max()).min(axis=(1, 2))
+    return int(np.argsort(stamps.max(axis=(1, 2)) - first, kind="stable")[len(stamps) // 2])
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="perf/timeline.py", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("files", nargs="*", type=Path, help="traces to draw (.npz, .json); needs no GPU")
+    add("--tokens", type=parse_tokens, default=(1, 8), help="what to record without files")
+    add("--out", type=Path, default=Path("."), help="folder of the results (default: here)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw files, or record and draw; 2 where nothing can be recorded."""
+    args = parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.files:
+        traces = {path.stem: read(path) for path in args.files}
+    else:
+        available = torch.cuda.is_available()
+        reason = why_unsupported(device_facts(torch.cuda.current_device()) if available else None)
+        if reason:
+            print(f"cannot record here: {reason}")
+            return 2
+        pool = make_pool(protocol.COPIES)
+        traces = {f"timeline_m{m}": collect(pool, m) for m in args.tokens}
+        for name, trace in traces.items():
+            (args.out / f"{name}.json").write_text(to_json(trace), encoding="utf-8")
+    for name, trace in traces.items():
+        (args.out / f"{name}.svg").write_text(draw(trace), encoding="utf-8")
+        floor = "unknown" if trace.floor_us is None else f"{trace.floor_us:.2f} µs"
+        print(f"{trace.title}; floor {floor}; timer ticks of {trace.tick_ns} ns\n{table(trace)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

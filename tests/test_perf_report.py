@@ -1,0 +1,178 @@
+"""README tables, plots and the comparison of two runs, made from results files alone."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import compare
+import plot
+import protocol
+import pytest
+import report
+from perf_rows import MB, example_rows, make_row
+
+SVG = "{http://www.w3.org/2000/svg}"
+META = {"gpu": "G", "clocks": "1980 MHz, 3201 MHz", "driver": "5", "commit": "abc", "date": "D"}
+FILES = sorted((report.ROOT / "perf" / "results").rglob("*.json"))
+
+
+def dispatch_rows() -> list[protocol.Row]:
+    shared = dict(op="dispatch", routing="none", bytes=2 * MB, experts=0, tokens=None)
+    return [
+        make_row("copy", 1.5, case="small", **shared),
+        make_row("cute_moe", 1.8, case="small", of_floor=1.2, **shared),
+        make_row("torch", 7.0, case="small", of_floor=4.667, **shared),
+        make_row("copy", 150.0, case="big", **{**shared, "bytes": 200 * MB}),
+        make_row("cute_moe", 151.5, case="big", of_floor=1.01, **{**shared, "bytes": 200 * MB}),
+    ]
+
+
+def host_rows() -> list[protocol.Row]:
+    shared = dict(op="host", tokens=None, routing="none", bytes=0, experts=0, reuse_bytes=0)
+    return [
+        make_row("cute_moe", 3.24e6, case="first call, cold JIT", **shared),
+        make_row("cute_moe", 10.92, case="call of mono_moe", **{**shared, "cache": "eager"}),
+    ]
+
+
+def test_moe_table() -> None:
+    lines = report.moe_table(example_rows()).splitlines()
+    assert lines[2:] == [
+        "| uniform | 2 | 16.0 | 50.3 | 12.0 | 15.0 | 1.25 | 11.0 | 25.0 |",
+    ]
+    assert {line.count("|") for line in lines} == {10}
+    theirs = make_row("flashinfer", 30.0, of_floor=2.5)
+    with_peer = report.moe_table([*example_rows(), theirs]).splitlines()
+    assert "| flashinfer µs | flashinfer / cute_moe | warm µs |" in with_peer[0]
+    assert "| 15.0 | 1.25 | 30.0 | 2.00 | 11.0 |" in with_peer[2]
+
+
+def test_case_table() -> None:
+    assert report.case_table(dispatch_rows()).splitlines() == [
+        "| case | MB | cute_moe µs | copy µs | torch µs | cute_moe / copy |",
+        "|---|---:|---:|---:|---:|---:|",
+        "| small | 2.1 | 1.80 | 1.50 | 7.00 | 1.20 |",
+        "| big | 209.7 | 151.5 | 150.0 |  | 1.01 |",
+    ]
+
+
+def test_host_table() -> None:
+    assert report.host_table(host_rows()).splitlines()[2:] == [
+        "| cute_moe: first call, cold JIT | 3.24 s | 3.24 s .. 3.24 s | 4 s |",
+        "| cute_moe: call of mono_moe | 10.9 µs | 10.8 µs .. 11.1 µs | 12 µs |",
+    ]
+
+
+def write(folder: Path, mode: str, rows: list[protocol.Row]) -> None:
+    content = protocol.to_json(META, rows)
+    (folder / f"{mode}.json").write_text(protocol.to_text(content), encoding="utf-8")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A README with marks, and results of two modes; report.py works there."""
+    marks = "".join(f"<!-- perf:{m} -->\nold\n<!-- /perf:{m} -->\n" for m in report.TABLES)
+    (tmp_path / "README.md").write_text(f"first\n{marks}last\n", encoding="utf-8")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
+    write(tmp_path, "moe", example_rows())
+    write(tmp_path, "dispatch", dispatch_rows())
+    return tmp_path
+
+
+def test_report_writes_and_checks(project, capsys) -> None:
+    assert report.main(["--check"]) == 1
+    assert "README.md: disagrees" in capsys.readouterr().out
+    assert report.main([]) == 0
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    assert readme.startswith("first\n") and readme.endswith("last\n")
+    assert "G, SM clock 1980 MHz, driver 5, commit abc, D.\n\n| routing |" in readme
+    assert "| small | 2.1 | 1.80 |" in readme and "old" not in readme
+    assert (project / "plots" / "moe.svg").exists()
+    assert report.main(["--check"]) == 0
+    write(project, "moe", [replace(row, us=99.0) for row in example_rows()])
+    assert report.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "plots/moe.svg: disagrees" in out and "README.md: disagrees" in out
+
+
+def test_readme_without_marks(project) -> None:
+    (project / "README.md").write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected one <!-- perf:moe -->"):
+        report.main([])
+
+
+def texts(svg: str) -> list[str]:
+    return [node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_plot() -> None:
+    rows = [
+        make_row(name, us * m, m, bytes=50_000_000 * m, of_floor=of_floor)
+        for m in (1, 2)
+        for name, us, of_floor in (
+            ("torch", 300.0, 30.0 + m), ("cute_moe", 12.0, 1.2), ("floor", 10.0, None)
+        )
+    ]  # fmt: skip
+    svg = plot.draw("moe", [*rows, make_row("floor", 1.0, cache="warm")])
+    assert svg == plot.draw("moe", rows)
+    root = ElementTree.fromstring(svg)
+    lines = {p.get("stroke"): p.get("points") for p in root.iter(f"{SVG}polyline")}
+    assert set(lines) == {plot.colour_of("floor"), plot.colour_of("cute_moe")}
+    ours, floor = ([[float(v) for v in point.split(",")] for point in lines[c].split()]
+                   for c in (plot.colour_of("cute_moe"), plot.colour_of("floor")))  # fmt: skip
+    assert [point[0] for point in ours] == [point[0] for point in floor]
+    assert all(a[1] < b[1] for a, b in zip(ours, floor, strict=True)), "slower is higher"
+    # A linear axis from zero: twice the time is twice as high above the axis.
+    bottom = plot.HEIGHT - plot.BOTTOM
+    assert (bottom - ours[1][1]) / (bottom - ours[0][1]) == pytest.approx(2.0, rel=0.01)
+    found = texts(svg)
+    assert {"M=1", "M=2", "floor", "cute_moe", "torch: 31 to 32 x floor"} <= set(found)
+    assert "torch" not in found
+
+
+def test_logarithmic_plot() -> None:
+    svg = plot.draw("dispatch", dispatch_rows())
+    assert {"10", "100", "copy", "cute_moe"} <= set(texts(svg))
+    assert "torch: 5 to 5 x floor" in texts(svg)
+    root = ElementTree.fromstring(svg)
+    assert [line.get("stroke") for line in root.iter(f"{SVG}polyline")] == [plot.colour_of("copy")]
+    assert {dot.get("fill") for dot in root.iter(f"{SVG}circle")} == {plot.colour_of("cute_moe")}
+    with pytest.raises(ValueError, match="expected rows to draw"):
+        plot.draw("dispatch", [])
+
+
+def test_compare(tmp_path, capsys) -> None:
+    write(tmp_path, "moe", example_rows())
+    (tmp_path / "a.json").write_text((tmp_path / "moe.json").read_text(encoding="utf-8"))
+    changed = [replace(r, of_floor=1.3) if r.of_floor else r for r in example_rows()]
+    write(tmp_path, "b", changed)
+    same, other = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert compare.main([same, same]) == 0
+    assert "+0.00%" in capsys.readouterr().out
+    assert compare.main([same, other]) == 1
+    assert "+4.00%" in capsys.readouterr().out
+    assert compare.main([same, other, "--limit", "0.05"]) == 0
+    write(tmp_path, "host", host_rows())
+    assert compare.main([same, str(tmp_path / "host.json")]) == 2
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_committed_results(path) -> None:
+    content = report.read(path)
+    names = {"gpu", "driver", "clocks", "versions", "commit", "date", "protocol"}
+    assert names <= set(content["meta"])
+    rows = protocol.from_json(content)
+    assert rows and all(row.passed and row.op == path.stem for row in rows)
+    for row in rows:
+        assert row.us > 0 and row.spread_us[0] <= row.us <= row.spread_us[1]
+        assert row.bytes >= 0 and isinstance(row.experts, (int, float))
+    assert json.loads(protocol.to_text(content)) == content
+
+
+def test_readme_and_plots_are_what_the_results_say() -> None:
+    assert FILES, "perf/results has no results"
+    for path, text in report.outputs().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python perf/report.py"

@@ -71,8 +71,8 @@ def _call(
     if not isinstance(keepdim, bool):
         raise TypeError(f"keepdim: expected a bool, got {type(keepdim).__name__}")
     if out is None:
-        return _OPS[largest](x, dim, keepdim)
-    _OPS_OUT[largest](x, dim, keepdim, out)
+        return _OPS[int(largest)](x, dim, keepdim)
+    _OPS_OUT[int(largest)](x, dim, keepdim, out)
     return out
 
 

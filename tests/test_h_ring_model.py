@@ -12,7 +12,8 @@ import pytest
 from model_checker import DONE, Process, Verdict, Violation, explore
 
 LOADERS, SLOTS = 2, 2
-# rows[slot][loader]: whose chunk's row lies there; arrived[chunk]; freed[slot]: releases.
+# rows[slot][loader]: whose chunk's row lies there; arrived[chunk]; freed[slot]: releases. The
+# barrier of a slot shows only the parity of its releases: after two, a wait for the first is stuck.
 Shared = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]
 
 
@@ -23,6 +24,7 @@ class Rules:
     waits_for_free: bool = True
     releases_after_reading: bool = True
     waits_for_all_loaders: bool = True
+    reads: bool = True  # False: a CTA without down columns, whose consumers only release
 
 
 SOUND = Rules()
@@ -42,7 +44,7 @@ def loader(rules: Rules, number: int, chunks: int) -> Process:
         if stored:
             after = rows, put(arrived, chunk, arrived[chunk] + 1), freed
             yield after, (chunk + 1, False) if chunk + 1 < chunks else DONE
-        elif chunk < SLOTS or freed[slot] or not rules.waits_for_free:
+        elif chunk < SLOTS or freed[slot] == 1 or not rules.waits_for_free:
             row = put(rows[slot], number, chunk)
             yield (put(rows, slot, row), arrived, freed), (chunk, True)
 
@@ -59,6 +61,9 @@ def consumer(rules: Rules, half: int, chunks: int) -> Process:
         rows, arrived, freed = shared
         chunk, read, released = state
         slot = chunk % SLOTS
+        if not rules.reads:
+            yield (rows, arrived, put(freed, slot, freed[slot] + 1)), advance(chunk)
+            return
         needed = LOADERS if rules.waits_for_all_loaders else 1
         if arrived[chunk] < needed:
             return
@@ -98,6 +103,15 @@ def test_every_row_is_read_before_its_slot_is_used_again(chunks) -> None:
 def test_broken_rule_is_caught(rules) -> None:
     verdict = check(rules)
     assert verdict.unsafe and "read a row" in verdict.unsafe, verdict
+
+
+def test_releases_that_nobody_waited_for_are_caught() -> None:
+    """Consumers that do not read run ahead; the loaders then wait for a parity that is over.
+
+    So in a CTA without down columns nobody loads h.
+    """
+    verdict = check(Rules(reads=False))
+    assert verdict.stuck, verdict
 
 
 def test_a_third_use_of_a_slot_is_caught() -> None:

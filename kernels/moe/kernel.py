@@ -99,17 +99,18 @@ def moe_kernel(
             stamp(shared.trace, "up_done_0", spec)
         if warp == 4:
             stamp(shared.trace, "up_done_1", spec)
-        cute.arch.mbarrier_wait(shared.scales, 0)
-        columns = (spec.column_blocks - cta + spec.grid - 1) // spec.grid
-        down_phase(columns, step, tid % 128, half, shared, spec)
-        if warp == 0:
-            stamp(shared.trace, "down_done_0", spec)
-        if warp == 4:
-            stamp(shared.trace, "down_done_1", spec)
-        consumers.arrive_and_wait()
-        if half == 0:
-            for own in cutlass.range(columns, unroll=1):
-                combine(out, own, tid, shared, spec)
+        if cta < spec.column_blocks:
+            cute.arch.mbarrier_wait(shared.scales, 0)
+            columns = (spec.column_blocks - cta + spec.grid - 1) // spec.grid
+            down_phase(columns, step, tid % 128, half, shared, spec)
+            if warp == 0:
+                stamp(shared.trace, "down_done_0", spec)
+            if warp == 4:
+                stamp(shared.trace, "down_done_1", spec)
+            consumers.arrive_and_wait()
+            if half == 0:
+                for own in cutlass.range(columns, unroll=1):
+                    combine(out, own, tid, shared, spec)
         if warp == 0:
             stamp(shared.trace, "end", spec)
     elif warp < 12:
@@ -150,7 +151,9 @@ def moe_kernel(
         if token < x.shape[0]:
             route_token(raw, token, shared, spec)
         routed.arrive()
-        load_h(h_words, token, shared, spec)
+        # A CTA without down columns has no use for h and would not release its slots in turn.
+        if cta < spec.column_blocks:
+            load_h(h_words, token, shared, spec)
 
 
 def up_view(w: cute.Tensor, spec: MoeSpec):

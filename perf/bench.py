@@ -19,7 +19,7 @@ import report
 import torch
 from race import Options
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cute_moe.host.device import device_facts, why_unsupported
@@ -37,14 +37,16 @@ PEERS = ("flashinfer", "vllm_triton", "sglang_triton", "torch", "torch_compile",
 def measure(mode: str, options: Options, console: Console) -> list[p.Row]:
     """All rows of one mode, guarded against what no memory can do."""
     limits = p.limits_of(device_facts(torch.cuda.current_device()))
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(mode, total=None)
+        task = progress.add_task(mode, total=None, completed=-1)
 
-        def advance(description: str) -> None:
-            progress.update(task, description=f"{mode}: {description}", advance=1)
+        def advance(description: str, steps: int) -> None:
+            progress.update(task, description=f"{mode}: {description}", total=steps, advance=1)
 
         rows = importlib.import_module(f"bench_{mode}").measure(options, advance)
+        progress.update(task, description=mode, advance=1)
     return [p.guarded(row, limits) for row in rows]
 
 

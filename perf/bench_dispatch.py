@@ -192,10 +192,9 @@ def measure(options: Options, advance: Advance) -> list[p.Row]:
     torch.manual_seed(0)
     l2 = device_facts(torch.cuda.current_device()).l2_bytes
     measured = []
-    for case in CASES:
-        if options.quick and not case.quick:
-            continue
-        advance(case.name)
+    cases = [case for case in CASES if case.quick or not options.quick]
+    for case in cases:
+        advance(case.name, len(cases))
         torch.cuda.empty_cache()
         entries = case.make(options)
         cold = entries.nbytes > p.COLD_FACTOR * l2

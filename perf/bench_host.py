@@ -166,10 +166,10 @@ def measure(options: Options, advance: Advance) -> list[p.Row]:
     def add(contestant: str, case: str, cache: str, result: Result) -> None:
         made.extend(rows({contestant: result}, case=case, cache=cache, reuse_bytes=0, **shared))
 
-    advance("new processes")
+    advance("new processes", 2)
     for case, result in start_results(1 if options.quick else STARTS).items():
         add("cute_moe", case, "cold" if case == COLD_JIT else "warm", result)
-    advance("calls")
+    advance("calls", 2)
     for contestant, case, result in call_results(options, 300 if options.quick else BURSTS):
         add(contestant, case, "eager", result)
     return made

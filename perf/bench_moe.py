@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import protocol as p
 import torch
@@ -239,20 +240,22 @@ def context_rows(pool: Pool, replays: int) -> Iterator[p.Row]:
 
 def measure(options: Options, advance: Advance) -> list[p.Row]:
     """All rows of the layer."""
-    advance("weights")
+    everything = QUICK_TOKENS if options.quick else tuple(range(1, MAX_TOKENS + 1))
+    routings = QUICK_ROUTINGS if options.quick else p.ROUTINGS
+    cases = list(product(routings, options.tokens or everything))
+    steps = 3 + len(cases)
+    advance("weights", steps)
     pool = make_pool(options.copies)
-    advance("peers")
+    advance("peers", steps)
     peers = {
         "cute_moe": ourselves(pool),
         "cute_moe_bf16": ourselves(pool, MAX_ERROR_BF16, activations="bf16"),
         "cute_moe_programmatic": ourselves(pool, programmatic=True),
         **find_peers(options, pool.copies),
     }
-    advance("empty kernel, copy, long stream")
+    advance("empty kernel, copy, long stream", steps)
     made = list(context_rows(pool, options.replays))
-    everything = QUICK_TOKENS if options.quick else tuple(range(1, MAX_TOKENS + 1))
-    for routing in QUICK_ROUTINGS if options.quick else p.ROUTINGS:
-        for tokens in options.tokens or everything:
-            advance(f"M={tokens} {routing}")
-            made += token_rows(pool, peers, tokens, routing, options.replays)
+    for routing, tokens in cases:
+        advance(f"M={tokens} {routing}", steps)
+        made += token_rows(pool, peers, tokens, routing, options.replays)
     return made

@@ -154,7 +154,7 @@ def measured(monkeypatch, tmp_path, row: protocol.Row, *arguments: str) -> tuple
 
     def measure(options: race.Options, advance: race.Advance) -> list[protocol.Row]:
         seen.append(options)
-        advance("a step")
+        advance("a step", 1)
         return [row, make_row("floor", 12.0)]
 
     monkeypatch.setattr(bench_moe, "measure", measure)

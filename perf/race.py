@@ -1,8 +1,8 @@
 """Contestants of one interleaved run: what they launch, how their outputs are checked, their rows.
 
 Every mode of the benchmark is a module with `measure(options, advance) -> list[Row]`, which calls
-`advance(description, steps)` before each of its steps, `steps` in all; plain `print` may be used for
-remarks.
+`advance(description, steps)` before each of its steps, `steps` in all; plain `print` may be used
+for remarks.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # keeps 1/scale finite for all-zero and denormal blocks
 SIGMOID_SUM_FLOOR = 2.0**-126
+SMALLEST_SIGMOID = 2.0**-126  # a smaller sigmoid is no normal fp32 number and counts as zero
 SCORING_FUNCS = ("softmax", "sigmoid")
 
 ExpertMlp = Callable[[int, torch.Tensor], torch.Tensor]
@@ -28,7 +29,8 @@ def route(
     """Chooses the experts of each token: logits [M, E] -> ids [M, k] int64, weights [M, k] fp32.
 
     Experts are ranked by logit, a NaN counting as -inf; equal logits go to the lower id. For the
-    weights, infinities count as the largest finite fp32. Raises ValueError on a bad `top_k` or
+    weights, infinities count as the largest finite fp32, and a sigmoid below 2^-126 (of a logit
+    below -87.3) as zero. Raises ValueError on a bad `top_k` or
     `scoring_func`.
     """
     if router_logits.dim() != 2:
@@ -51,6 +53,7 @@ def route(
         total = (weights if renormalize else scores).sum(dim=1, keepdim=True)
         return ids, weights / total
     weights = torch.sigmoid(logits).gather(1, ids)
+    weights = torch.where(weights < SMALLEST_SIGMOID, 0.0, weights)
     if renormalize:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(SIGMOID_SUM_FLOOR)
     return ids, weights

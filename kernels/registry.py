@@ -23,6 +23,7 @@ def _mono_moe() -> list[Kernel]:
         "mono_moe, programmatic": MoeSpec(programmatic=True),
         "mono_moe, interleaved rows": MoeSpec(raw_rows=False),
         "mono_moe, bf16 activations, 78 SMs": MoeSpec(activations="bf16", grid=78),
+        "mono_moe, bf16 activations, 16 SMs": MoeSpec(activations="bf16", grid=16),
         "mono_moe, sigmoid, fp32 logits, bf16 scales, 16 SMs": MoeSpec(
             scoring="sigmoid",
             logits_dtype="float32",

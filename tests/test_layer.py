@@ -22,9 +22,9 @@ def any_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets small layers run: `mono_moe` without its fixed shape. Gives the tokens of each call."""
     calls = []
 
-    def mono_moe(x, logits, *arguments, out, scratchpad, activations, programmatic):
+    def mono_moe(x, logits, *arguments, out, scratchpad, **options):
         assert x.is_contiguous() and logits.is_contiguous() and len(x) <= 8
-        assert activations == "fp8" and programmatic is False
+        mono_moe.options = options
         calls.append(len(x))
         result = reference.moe_block_fp8(x, logits, *arguments)
         return result if out is None else out.copy_(result)
@@ -71,6 +71,17 @@ def test_full_size_goes_through_mono_moe(full) -> None:
     assert torch.equal(flat, expected(full, x.flatten(0, 1), logits.flatten(0, 1)))
     assert flat.any()
     assert torch.equal(full(x[1, 4], logits[1, 4]), out[1, 4])  # one token, no batch dimension
+
+
+def test_options_reach_mono_moe(tmp_path, any_shape) -> None:
+    write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
+    for activations in ("fp8", "bf16"):
+        layer = MoELayer.from_checkpoint(tmp_path, 1, "cpu", activations=activations)
+        for programmatic in (False, True):
+            layer.programmatic = programmatic
+            layer(torch.zeros(1, SMALL.hidden).bfloat16(), torch.zeros(1, SMALL.num_experts))
+            used = {"activations": activations, "programmatic": programmatic}
+            assert layer_module.mono_moe.options == used
 
 
 def test_wrong_weights_are_refused_when_the_layer_is_made(full) -> None:

@@ -196,7 +196,8 @@ def test_fewer_sms_give_the_same_bits(cuda, weights, pad, grid) -> None:
             assert torch.equal(got, run(x, logits, weights, pad=pad)), (routing, tokens)
 
 
-def test_two_streams_at_once(cuda, weights) -> None:
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_two_streams_at_once(cuda, weights, programmatic) -> None:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     pads = [cute_moe.alloc_scratchpad(cuda) for _ in streams]
     cases = [make_inputs(m, "random", cuda) for m in (8, 3)]
@@ -206,7 +207,8 @@ def test_two_streams_at_once(cuda, weights) -> None:
     for _ in range(200):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                got[i].append(run(*cases[i], weights, pad=pads[i]))
+                out = run(*cases[i], weights, pad=pads[i], programmatic=programmatic)
+                got[i].append(out)
     torch.cuda.synchronize()
     assert all(torch.equal(out, want[i]) for i in range(2) for out in got[i])
 
@@ -229,7 +231,8 @@ def test_threads_with_a_stream_and_a_scratchpad_each(cuda, weights) -> None:
         assert all(pool.map(work, range(len(cases))))
 
 
-def test_priorities_beside_a_kernel_that_holds_70_sms(cuda, weights) -> None:
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_priorities_beside_a_kernel_that_holds_70_sms(cuda, weights, programmatic) -> None:
     """With ordinary launches this dead-locks: each kernel waits for CTAs that find no SM."""
     low, high = torch.cuda.Stream(priority=0), torch.cuda.Stream(priority=-5)
     third = torch.cuda.Stream()
@@ -244,7 +247,8 @@ def test_priorities_beside_a_kernel_that_holds_70_sms(cuda, weights) -> None:
         outs = []
         for stream, pad in zip((low, high), pads, strict=True):
             with torch.cuda.stream(stream):
-                outs += [run(x, logits, weights, pad=pad) for _ in range(3)]
+                options = {"pad": pad, "programmatic": programmatic}
+                outs += [run(x, logits, weights, **options) for _ in range(3)]
         torch.cuda.synchronize()
         assert all(torch.equal(out, want) for out in outs)
 

@@ -56,13 +56,42 @@ def test_bf16_activations_of_any_size(cuda, weights, pad) -> None:
         assert relative_error(got[token], want[token]) <= WORST_BF16, token
 
 
+def test_small_features_keep_their_precision_beside_large_ones(cuda, weights, pad) -> None:
+    """The large features of every block meet zero weights, so only the small ones count."""
+    x, logits = make_inputs(8, "random", cuda)
+    x[:, ::128] *= 256.0
+    up, *others = weights.quantised
+    up = up.clone()
+    up.view(torch.uint8)[:, :, ::128] = 0
+    changed = (up, *others)
+    out = torch.full_like(x, float("nan"))
+    got = cute_moe.mono_moe(x, logits, *changed, 8, out=out, scratchpad=pad, activations="bf16")
+    assert relative_error(got, reference.moe_fp32(x, logits, *changed, 8)) <= WORST_BF16
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_bf16_activations_pass_on_what_is_not_finite(cuda, weights, pad, value) -> None:
-    x, logits = make_inputs(4, "disjoint", cuda)
+    x, logits = make_inputs(4, "same", cuda)  # all tokens share the columns of every chunk
+    clean = run(x, logits, weights, 8, pad, activations="bf16")
     x[2, 77] = value
     got = run(x, logits, weights, 8, pad, activations="bf16")
     assert not torch.isfinite(got[2]).any()
-    assert torch.isfinite(got[[0, 1, 3]]).all()
+    assert torch.equal(got[[0, 1, 3]], clean[[0, 1, 3]])
+
+
+def test_bf16_activations_with_other_formats(cuda, weights, pad) -> None:
+    up, s_up, down, s_down = weights.quantised
+    tensors = (up, s_up.bfloat16(), down, s_down.bfloat16())
+    given = (cute_moe.interleave_for_tma_wgmma_up(up), *tensors[1:])
+    for tokens in (1, 8):
+        x, logits = make_inputs(tokens, "random", cuda, torch.float32)
+        out = torch.full_like(x, float("nan"))
+        cute_moe.mono_moe(
+            x, logits, *given, 8, "sigmoid", out=out, scratchpad=pad, interleave_up=False,
+            activations="bf16", programmatic=True,
+        )  # fmt: skip
+        want = reference.moe_fp32(x, logits, *tensors, 8, "sigmoid")
+        assert relative_error(out, want) <= WORST_BF16
 
 
 @pytest.mark.parametrize("activations", ["fp8", "bf16"])
@@ -78,7 +107,7 @@ def test_batch_invariance_and_repeats(cuda, weights, pad, activations) -> None:
 
 
 @pytest.mark.parametrize("activations", ["fp8", "bf16"])
-@pytest.mark.parametrize("grid", [78, 114])
+@pytest.mark.parametrize("grid", [16, 78, 114])
 def test_fewer_sms(cuda, weights, activations, grid) -> None:
     spec = MoeSpec(grid=grid, activations=activations)
     function = compile_cached(spec, lambda options: build(spec, options))
@@ -93,15 +122,19 @@ def test_fewer_sms(cuda, weights, activations, grid) -> None:
             assert torch.equal(out, want), (routing, tokens)
 
 
-def test_programmatic_launch_sees_what_a_late_kernel_writes(cuda, weights, pad) -> None:
+@pytest.mark.parametrize("late", ["x", "logits"])
+def test_programmatic_launch_sees_what_a_late_kernel_writes(cuda, weights, pad, late) -> None:
     rows = [make_inputs(8, "random", cuda) for _ in range(2)]
     want = [run(x, logits, weights, 8, pad) for x, logits in rows]
     x, logits = (torch.zeros_like(t) for t in rows[0])
     outs = [torch.full_like(x, float("nan")) for _ in rows]
 
     def step(source, out) -> None:
-        copy_late(source[0], x, 0)
-        copy_late(source[1], logits, LATE_NS)
+        copies = [(source[0], x), (source[1], logits)]
+        if late == "x":
+            copies.reverse()
+        copy_late(*copies[0], 0)
+        copy_late(*copies[1], LATE_NS)
         cute_moe.mono_moe(
             x, logits, *weights.quantised, 8, out=out, scratchpad=pad, programmatic=True
         )
@@ -121,20 +154,26 @@ def test_programmatic_launch_sees_what_a_late_kernel_writes(cuda, weights, pad) 
         assert all(torch.equal(out, w) for out, w in zip(outs, want, strict=True))
 
 
-def test_programmatic_launches_in_a_row(cuda, weights, pad) -> None:
-    """Each launch reads what the one before wrote, and shares its scratchpad."""
-    x, logits = make_inputs(8, "random", cuda)
+@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+def test_programmatic_launches_in_a_row(cuda, weights, pad, activations) -> None:
+    """Each launch reads what the one before wrote, and shares its scratchpad; some are ordinary."""
+    up, s_up, down, s_down = weights.quantised
+    tensors = (up, s_up, down, s_down * 16.0)  # so that outputs stay as large as inputs
+    x, _ = make_inputs(8, "random", cuda)
+    logits = [make_inputs(8, "random", cuda)[1] for _ in range(5)]
 
-    def chain(programmatic: bool) -> list[torch.Tensor]:
-        outs = [torch.full((8, K), float("nan"), dtype=x.dtype, device=cuda) for _ in range(12)]
+    def chain(programmatic: list[bool]) -> list[torch.Tensor]:
+        outs = [torch.full((8, K), float("nan"), dtype=x.dtype, device=cuda) for _ in logits]
         current = x
-        for out in outs:
+        for router, out, early in zip(logits, outs, programmatic, strict=True):
             current = cute_moe.mono_moe(
-                current, logits, *weights.quantised, 8, out=out, scratchpad=pad,
-                programmatic=programmatic,
+                current, router, *tensors, 8, out=out, scratchpad=pad, activations=activations,
+                programmatic=early,
             )  # fmt: skip
         return outs
 
-    want = chain(False)
-    for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(chain(True), want, strict=True))
+    want = chain([False] * 5)
+    assert 1e-6 < float(want[-1].float().norm()) < 1e6
+    for kinds in ([True] * 5, [True, False, True, True, False]):
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(chain(kinds), want, strict=True))

@@ -6,7 +6,7 @@ import pytest
 
 from cute_moe.kernels.moe.spec import DOWN_COLS, PAIRS, UNIT_ROWS, MoeSpec
 
-GRIDS = (132, 128, 114, 78, 16, 1)
+GRIDS = (132, 128, 114, 78, 16, 9)
 ACTIVE = (1, 2, 8, 15, 16, 31, 57, PAIRS)  # distinct experts, from one hot one to all pairs
 
 
@@ -60,3 +60,9 @@ def test_balance(grid, capsys) -> None:
         )
     with capsys.disabled():
         print(f"\n{grid} SMs, busiest CTA over the mean by active experts: {worst}", end="")
+
+
+@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+def test_too_few_ctas_are_refused(activations) -> None:
+    with pytest.raises(ValueError, match="^grid: too few"):
+        MoeSpec(grid=4, activations=activations)

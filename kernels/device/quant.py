@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float16, Float32, Int32
 
 E4M3_MAX = 448.0
-MIN_AMAX = 1e-10
+MIN_AMAX = 1e-10  # the block-FP8 contract's
+MIN_AMAX_SPLIT = 2.0**-100  # the scale of a split block and its reciprocal stay normal numbers
 RESIDUAL = 32.0  # the second term of a split value is stored this much larger
 
 
@@ -37,7 +38,7 @@ def quantize(values: cute.Tensor, lanes: cutlass.Constexpr):
     Called by whole warps.
     """
     n = cutlass.const_expr(cute.size(values))
-    amax = shared_amax(values, lanes)
+    amax = shared_amax(values, lanes, MIN_AMAX)
     s0 = amax * Float32(1.0 / E4M3_MAX)
     scale = s0 + (amax - s0 * Float32(E4M3_MAX)) * Float32(1.0 / E4M3_MAX)
     # 1 / scale as high + low, so that the product is as good as a division.
@@ -57,11 +58,11 @@ def split(values: cute.Tensor, lanes: cutlass.Constexpr):
 
     values: rmem fp32 [n], n * lanes == 128. Returns (words of the first term, words of the second,
     scale): value = scale * (first + second / RESIDUAL). The scale is a power of two, so that a
-    bf16 value down to 2^-15 of the largest is exact; smaller ones lose at most 2^-23 of it.
-    Infinities and NaN make the scale a NaN.
+    bf16 value down to 2^-15 of the largest is exact; smaller ones lose at most 2^-22 of it.
+    An infinity makes the scale a NaN; a NaN stays one in its own terms.
     """
     n = cutlass.const_expr(cute.size(values))
-    amax = shared_amax(values, lanes)
+    amax = shared_amax(values, lanes, MIN_AMAX_SPLIT)
     w = cute.make_rmem_tensor(3, Float32)
     w[0] = amax
     bits = cute.recast_tensor(w, Int32)
@@ -92,9 +93,9 @@ def to_terms(values: cute.Tensor, lanes: cutlass.Constexpr, terms: cutlass.Const
 
 
 @cute.jit
-def shared_amax(values: cute.Tensor, lanes: cutlass.Constexpr) -> Float32:
-    """The largest magnitude among the registers of `lanes` neighbouring lanes."""
-    amax = Float32(MIN_AMAX)
+def shared_amax(values: cute.Tensor, lanes: cutlass.Constexpr, floor: cutlass.Constexpr) -> Float32:
+    """The largest magnitude among the registers of `lanes` neighbouring lanes, or `floor`."""
+    amax = Float32(floor)
     for i in cutlass.range_constexpr(cute.size(values)):
         amax = cute.arch.fmax(amax, cute.arch.fmax(values[i], -values[i]))
     step = cutlass.const_expr(lanes // 2)

@@ -77,6 +77,11 @@ class MoeSpec:
         for stages in (2, 4, 6) if self.stages == 0 else ():
             if self._bytes_with(stages) <= SMEM_LIMIT:
                 object.__setattr__(self, "stages", stages)
+        if self.smem_bytes > SMEM_LIMIT or self.stages == 0:
+            raise ValueError(
+                f"grid: too few CTAs for their shared memory, got {self.grid} with "
+                f"activations={self.activations!r}"
+            )
 
     @property
     def terms(self) -> int:

@@ -12,6 +12,9 @@ import torch
 from moe_cases import make_inputs, make_weights
 
 import cute_moe
+from cute_moe import reference
+
+MAX_ERROR = 0.075  # against fp32 from the dequantised weights
 
 
 def differing(tokens: int, weights, replays: int, **options: object) -> bool:
@@ -22,6 +25,9 @@ def differing(tokens: int, weights, replays: int, **options: object) -> bool:
     arguments = (x, logits, *weights.quantised, 8)
     cute_moe.mono_moe(*arguments, out=out, scratchpad=pad, **options)
     first = out.clone()
+    exact = reference.moe_fp32(x, logits, *weights.quantised, 8)
+    if not reference.relative_error(first, exact) <= MAX_ERROR:
+        raise RuntimeError(f"M = {tokens}: the first output is wrong")
     bad = torch.zeros((), dtype=torch.bool, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -39,13 +45,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replays", type=int, default=200_000)
     parser.add_argument("--activations", nargs="+", default=["fp8", "bf16"])
+    parser.add_argument("--programmatic", action="store_true")
     args = parser.parse_args()
     weights = make_weights(torch.device("cuda"))
     failed = False
     for activations in args.activations:
         for tokens in range(1, 9):
             started = time.perf_counter()
-            bad = differing(tokens, weights, args.replays, activations=activations)
+            options = {"activations": activations, "programmatic": args.programmatic}
+            bad = differing(tokens, weights, args.replays, **options)
             failed |= bad
             seconds = time.perf_counter() - started
             verdict = "DIFFERENT BITS" if bad else "same bits"

@@ -10,7 +10,7 @@ import torch
 from cute_moe.host.device import device_facts
 from cute_moe.host.launch import KernelCache
 from cute_moe.kernels.argmin.spec import COMBINE, Plan, plan
-from cute_moe.ops import register
+from cute_moe.ops import check_apart, register
 
 _DTYPE_NAMES = {
     torch.float32: "float32",
@@ -33,15 +33,16 @@ def argmin(
       x        fp32, bf16, fp16 or int32, any shape; a copy is made unless it is contiguous
       dim      may be negative; None: over all elements, of the flattened x
       keepdim  keep the reduced dimension, with size 1
-      out      int64, contiguous, of the result's shape; allocated when None
+      out      int64, contiguous, of the result's shape, not overlapping x; allocated when None
 
     NaN wins over everything, -0.0 equals 0.0, and of equals the first wins. Returns out. One
-    launch, or two where CTAs share a reduction (few outputs, long reductions); nothing
-    synchronises, and a CUDA graph can capture the call once one like it has run outside. Works
-    under torch.compile(fullgraph=True); no gradient. CPU tensors go to torch.
+    launch, or two where CTAs share a reduction (few outputs, long reductions); these allocate 12
+    bytes for every output and CTA that shares it. Nothing synchronises, and a CUDA graph can
+    capture the call once one like it has run outside. Works under torch.compile(fullgraph=True);
+    no gradient. CPU tensors go to torch.
     Raises TypeError or ValueError, naming the argument, and torch's IndexError for a `dim` out of
-    range or an empty reduction; RuntimeError where the GPU cannot run the kernel or the first call
-    lies inside a capture.
+    range or an empty reduction, before anything is launched or written; RuntimeError where the GPU
+    cannot run the kernel or the first call like it lies inside a capture.
     """
     return _call(False, x, dim, keepdim, out)
 
@@ -66,6 +67,8 @@ def _call(
     for name, value in (("x", x), ("out", out)):
         if not isinstance(value, torch.Tensor) and not (name == "out" and value is None):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        if value is not None and value.layout != torch.strided:
+            raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
     if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
         raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
     if not isinstance(keepdim, bool):
@@ -191,6 +194,7 @@ def _register(largest: bool) -> tuple:
 
     def run_out(x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor) -> None:
         fake_out(x, dim, keepdim, out)
+        check_apart(out, {"x": x})
         _compute(largest, x, dim, keepdim, out)
 
     def fake_out(x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor) -> None:

@@ -2,9 +2,15 @@
 
 Symbols: T tokens, k = top_k, E experts, H features, R packed rows. A pair (expert, slot) means row
 expert_offsets[expert] + slot. It is valid when 0 <= expert < E, 0 <= slot, and the row lies below
-expert_offsets[expert + 1] and R; invalid pairs are dropped. All functions run on torch's current
-stream, work under torch.compile(fullgraph=True) and in CUDA graphs (after one call outside a
-capture), have no gradients, and take CPU tensors through `cute_moe.dispatch_reference`.
+expert_offsets[expert + 1] and R; invalid pairs are dropped. T, R, E, k and the bytes of a row are
+at most 2**30. All functions run on torch's current stream, have no gradients, and take CPU tensors
+through `cute_moe.dispatch_reference`.
+
+Except where they say that they synchronise, they work under torch.compile(fullgraph=True) and in
+CUDA graphs, once a call like it has run outside a capture: of the same dtypes, shapes and alignment
+(a kernel is compiled for the widest vector that all rows allow, the index dtypes, whether there are
+few ids or many, and the power of two that E falls below). RuntimeError otherwise, and where the GPU
+cannot run the kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import torch
 
 from cute_moe import dispatch_ops as ops
 from cute_moe import dispatch_reference as reference
+from cute_moe.kernels.dispatch.spec import MAX_SIZE
 
 
 def dispatch(
@@ -28,26 +35,32 @@ def dispatch(
     """Copy every token to the row of its pair, bit by bit, and zero all other rows; one launch.
 
       token_hidden    [T, H], any dtype of 1, 2, 4 or 8 bytes; rows may be strided
-      expert_idx      [T] int32 or int64;  slot_idx  [T] likewise; pairs are distinct
+      expert_idx      [T] int32 or int64;  slot_idx  [T] likewise
       expert_offsets  [E + 1] int32 or int64: the rows of expert e are offsets[e] .. offsets[e+1]-1
       num_rows        R; default out's rows, else expert_offsets[-1], whose reading synchronises
       out             [R, H] of token_hidden's dtype, contiguous, not overlapping an input
       validate        raise for the first invalid pair instead of dropping it; synchronises
 
-    Returns out, or a new tensor. With num_rows or out given, a CUDA graph can capture the call.
+    Returns out, or a new tensor. Pairs must be distinct and the experts' rows apart: otherwise a
+    row that tokens share may hold bytes of each, and if R <= T, rows without a token may be left
+    as they were. torch.compile and CUDA graphs need num_rows or out, and no `validate`.
     Raises TypeError or ValueError, naming the argument, before anything is launched or written.
     """
     _need_matrix("token_hidden", token_hidden)
+    _need_tensors(expert_idx=expert_idx, slot_idx=slot_idx, expert_offsets=expert_offsets)
+    if num_rows is not None:
+        _need_int("num_rows", num_rows)
+        _need_size("num_rows", num_rows)
     if out is None:
         if num_rows is None:
             ops.PAIRS.check((expert_idx, slot_idx, expert_offsets))
             num_rows = int(expert_offsets[-1])
-        _need_int("num_rows", num_rows)
-        if num_rows < 0:
-            raise ValueError(f"num_rows: expected at least 0, got {num_rows}")
+            _need_size("expert_offsets[-1]", num_rows)
         out = token_hidden.new_empty(num_rows, token_hidden.shape[1])
-    elif num_rows is not None and num_rows != out.shape[0]:
-        raise ValueError(f"out: expected {num_rows} rows as num_rows says, got {out.shape[0]}")
+    else:
+        _need_matrix("out", out)
+        if num_rows is not None and num_rows != out.shape[0]:
+            raise ValueError(f"out: expected {num_rows} rows as num_rows says, got {out.shape[0]}")
     if validate:
         ops.PAIRS.check((expert_idx, slot_idx, expert_offsets))
         _validate_pairs(expert_idx, slot_idx, expert_offsets, out.shape[0])
@@ -60,13 +73,15 @@ def moe_dispatch_indices(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A stable counting sort of tokens by expert; one launch for few ids, two for many.
 
-    topk_ids [T, k] int32 or int64, contiguous; num_experts E = 1..4096. Returns, all int32:
+    topk_ids [T, k] int32 or int64, contiguous, T k <= 2**24; num_experts E = 1..4096. Returns, all
+    int32:
       slot_idx        [T, k]   position among the pairs of the same expert, in (token, j) order
       expert_offsets  [E + 1]  rows in front of each expert; the last is the number of valid ids
       row_token       [T k]    token of each packed row
     An id outside 0 .. E - 1 is dropped: slot -1, no row; the rows left over at the end have
     token -1. `validate` raises for the first such id instead, and synchronises. The result is the
-    same in every run. Raises TypeError or ValueError, naming the argument.
+    same in every run. Many ids need scratch memory, which is allocated.
+    Raises TypeError or ValueError, naming the argument, before anything is launched.
     """
     _need_matrix("topk_ids", topk_ids)
     _need_int("num_experts", num_experts)
@@ -95,7 +110,10 @@ def moe_permute(
     _need_matrix("topk_ids", topk_ids)
     _need_int("num_experts", num_experts)
     if out is None:
+        ops.check_count(topk_ids)
         out = hidden.new_empty(topk_ids.shape[0] * topk_ids.shape[1], hidden.shape[1])
+    else:
+        _need_matrix("out", out)
     if validate:
         _validate_ids(topk_ids, num_experts)
     return (out, *ops.permute(hidden, topk_ids, num_experts, out))
@@ -126,8 +144,11 @@ def combine(
     """
     _need_matrix("packed", packed)
     _need_matrix("expert_idx", expert_idx)
+    _need_tensors(slot_idx=slot_idx, expert_offsets=expert_offsets, topk_weights=topk_weights)
     if out is None:
         out = packed.new_empty(expert_idx.shape[0], packed.shape[1])
+    else:
+        _need_matrix("out", out)
     if validate:
         ops.TOPK_PAIRS.check((expert_idx, slot_idx, expert_offsets, topk_weights))
         _validate_pairs(expert_idx, slot_idx, expert_offsets, packed.shape[0])
@@ -135,9 +156,16 @@ def combine(
     return out
 
 
+def _need_tensors(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+
+
 def _need_matrix(name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+    _need_tensors(**{name: tensor})
     if tensor.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions, got shape {list(tensor.shape)}")
 
@@ -145,6 +173,11 @@ def _need_matrix(name: str, tensor: torch.Tensor) -> None:
 def _need_int(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def _need_size(name: str, value: int) -> None:
+    if not 0 <= value <= MAX_SIZE:
+        raise ValueError(f"{name}: expected 0..{MAX_SIZE}, got {value}")
 
 
 def _validate_pairs(

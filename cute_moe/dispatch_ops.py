@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from cute_moe.kernels.device.vector import vector_bytes
 from cute_moe.kernels.dispatch.spec import (
     MAX_CHUNK_ITEMS,
     MAX_EXPERTS,
+    MAX_IDS,
+    MAX_SIZE,
     CombineSpec,
     CountSpec,
     DispatchSpec,
@@ -21,7 +24,7 @@ from cute_moe.kernels.dispatch.spec import (
     plan_dispatch,
     plan_sort,
 )
-from cute_moe.ops import register
+from cute_moe.ops import check_apart, register
 
 _INDICES = (torch.int32, torch.int64)
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +38,7 @@ def _indices(name: str, *shape: int | str) -> TensorRule:
 
 PAIRS = Contract(
     [_indices("expert_idx", "T"), _indices("slot_idx", "T"), _indices("expert_offsets", "E+1")],
-    {"E+1": (2, None)},
+    {"T": (0, MAX_SIZE), "E+1": (2, MAX_SIZE)},
 )
 TOPK_PAIRS = Contract(
     [
@@ -44,13 +47,16 @@ TOPK_PAIRS = Contract(
         _indices("expert_offsets", "E+1"),
         TensorRule("topk_weights", _WEIGHTS, ("T", "k"), align=2),
     ],
-    {"E+1": (2, None)},
+    {"T": (0, MAX_SIZE), "k": (0, MAX_SIZE), "E+1": (2, MAX_SIZE)},
 )
 TOPK_IDS = Contract([_indices("topk_ids", "T", "k")])
 
 
 def check_rows(name: str, rows: torch.Tensor) -> None:
-    """Raise ValueError unless `rows` is [any, H >= 1] with elements of a row side by side."""
+    """Raise ValueError unless `rows` is [any, H >= 1] with elements of a row side by side.
+
+    Neither the rows nor the bytes of one may be more than MAX_SIZE.
+    """
     size = rows.dtype.itemsize
     shape, strides = list(rows.shape), list(rows.stride())
     if size not in (1, 2, 4, 8):
@@ -59,11 +65,15 @@ def check_rows(name: str, rows: torch.Tensor) -> None:
         raise ValueError(f"{name}: expected at least one column, got shape {shape}")
     if shape[1] > 1 and strides[1] != 1:
         raise ValueError(f"{name}: expected rows of adjacent elements, got strides {strides}")
+    if shape[0] > MAX_SIZE or shape[1] * size > MAX_SIZE:
+        raise ValueError(
+            f"{name}: expected at most {MAX_SIZE} rows of as many bytes, "
+            f"got shape {shape} {rows.dtype}"
+        )
 
 
-def check_out(out: torch.Tensor, shape: Sequence[int], inputs: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless `out` is as new: of the first input's dtype, apart from all."""
-    source = next(iter(inputs.values()))
+def check_out(out: torch.Tensor, shape: Sequence[int], source: torch.Tensor) -> None:
+    """Raise ValueError unless `out` is as a new tensor of that shape and `source`'s dtype."""
     if (
         list(out.shape) != list(shape)
         or out.dtype != source.dtype
@@ -74,30 +84,84 @@ def check_out(out: torch.Tensor, shape: Sequence[int], inputs: dict[str, torch.T
             f"out: expected {list(shape)} {source.dtype}, contiguous, on {source.device}; got "
             f"{list(out.shape)} {out.dtype}, strides {list(out.stride())}, on {out.device}"
         )
-    start, end = _span(out)
-    for name, tensor in inputs.items():
-        first, last = _span(tensor)
-        if first < end and start < last:
-            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor and behind its last one."""
-    if tensor.numel() == 0:
-        return 0, 0
-    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (steps + 1) * tensor.element_size()
+def check_count(topk_ids: torch.Tensor) -> None:
+    """Raise ValueError for more ids than a sort takes."""
+    if topk_ids.numel() > MAX_IDS:
+        raise ValueError(f"topk_ids: expected T * k <= {MAX_IDS}, got {list(topk_ids.shape)}")
 
 
-def check_ids(topk_ids: torch.Tensor, num_experts: int, max_k: int | None = None) -> None:
-    """Raise unless the ids are a [T, k] matrix of indices and E and k are within the limits."""
-    TOPK_IDS.check((topk_ids,))
+def check_ids(topk_ids: torch.Tensor, num_experts: int, *, fake: bool = False) -> None:
+    """Raise unless the ids are a [T, k] matrix of indices and E and T * k are within the limits."""
+    TOPK_IDS.check((topk_ids,), fake=fake)
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts: expected 1..{MAX_EXPERTS}, got {num_experts}")
-    if topk_ids.numel() >= 1 << 31:
-        raise ValueError(f"topk_ids: expected T * k < 2**31, got shape {list(topk_ids.shape)}")
-    if max_k is not None and topk_ids.shape[1] > max_k:
-        raise ValueError(f"topk_ids: expected k <= {max_k}, got shape {list(topk_ids.shape)}")
+    check_count(topk_ids)
+
+
+def _check_dispatch(
+    token_hidden: torch.Tensor,
+    expert_idx: torch.Tensor,
+    slot_idx: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    fake: bool = False,
+) -> None:
+    """All that needs no addresses."""
+    tokens, hidden = token_hidden.shape
+    check_rows("token_hidden", token_hidden)
+    PAIRS.check((expert_idx, slot_idx, expert_offsets), token_hidden.device, fake=fake)
+    if expert_idx.shape[0] != tokens:
+        raise ValueError(
+            f"expert_idx: expected [{tokens}], as token_hidden has {tokens} rows, "
+            f"got {list(expert_idx.shape)}"
+        )
+    check_out(out, (out.shape[0], hidden), token_hidden)
+    if out.shape[0] > MAX_SIZE:
+        raise ValueError(f"out: expected at most {MAX_SIZE} rows, got {out.shape[0]}")
+
+
+def _check_permute(
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    out: torch.Tensor,
+    *,
+    fake: bool = False,
+) -> None:
+    """All that needs no addresses."""
+    check_rows("hidden", hidden)
+    check_ids(topk_ids, num_experts, fake=fake)
+    tokens, k = topk_ids.shape
+    if k > MAX_CHUNK_ITEMS:
+        raise ValueError(f"topk_ids: expected k <= {MAX_CHUNK_ITEMS}, got shape {[tokens, k]}")
+    if hidden.shape[0] != tokens or hidden.device != topk_ids.device:
+        raise ValueError(
+            f"topk_ids: expected {hidden.shape[0]} rows on {hidden.device} as hidden has, "
+            f"got {list(topk_ids.shape)} on {topk_ids.device}"
+        )
+    check_out(out, (tokens * k, hidden.shape[1]), hidden)
+
+
+def _check_combine(
+    packed: torch.Tensor,
+    expert_idx: torch.Tensor,
+    slot_idx: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    fake: bool = False,
+) -> None:
+    """All that needs no addresses."""
+    check_rows("packed", packed)
+    if packed.dtype not in _VALUES:
+        raise ValueError(f"packed: expected a dtype of {_VALUES}, got {packed.dtype}")
+    tensors = (expert_idx, slot_idx, expert_offsets, topk_weights)
+    tokens = TOPK_PAIRS.check(tensors, packed.device, fake=fake)["T"]
+    check_out(out, (tokens, packed.shape[1]), packed)
 
 
 def _build(spec, options: str):
@@ -107,6 +171,7 @@ def _build(spec, options: str):
 
 
 _KERNELS = KernelCache(_build)
+_plan_sort = functools.lru_cache(maxsize=1024)(plan_sort)
 
 
 def _launch(spec, device: torch.device, *arguments) -> None:
@@ -137,17 +202,11 @@ def _run_dispatch(
     expert_offsets: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    device, (tokens, hidden) = token_hidden.device, token_hidden.shape
+    device, tokens = token_hidden.device, token_hidden.shape[0]
     pairs = (expert_idx, slot_idx, expert_offsets)
-    check_rows("token_hidden", token_hidden)
-    PAIRS.check(pairs, device)
-    if expert_idx.shape[0] != tokens:
-        raise ValueError(
-            f"expert_idx: expected [{tokens}], as token_hidden has {tokens} rows, "
-            f"got {list(expert_idx.shape)}"
-        )
+    _check_dispatch(token_hidden, *pairs, out)
     names = ("token_hidden", "expert_idx", "slot_idx", "expert_offsets")
-    check_out(out, (out.shape[0], hidden), dict(zip(names, (token_hidden, *pairs), strict=True)))
+    check_apart(out, dict(zip(names, (token_hidden, *pairs), strict=True)))
     if device.type != "cuda":
         out.copy_(reference.dispatch(token_hidden, *pairs, out.shape[0]))
     elif tokens == 0:
@@ -171,15 +230,8 @@ def _run_indices(
 def _run_permute(
     hidden: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_rows("hidden", hidden)
-    check_ids(topk_ids, num_experts, MAX_CHUNK_ITEMS)
-    tokens, k = topk_ids.shape
-    if hidden.shape[0] != tokens or hidden.device != topk_ids.device:
-        raise ValueError(
-            f"topk_ids: expected {hidden.shape[0]} rows on {hidden.device} as hidden has, "
-            f"got {list(topk_ids.shape)} on {topk_ids.device}"
-        )
-    check_out(out, (tokens * k, hidden.shape[1]), {"hidden": hidden, "topk_ids": topk_ids})
+    _check_permute(hidden, topk_ids, num_experts, out)
+    check_apart(out, {"hidden": hidden, "topk_ids": topk_ids})
     if hidden.device.type != "cuda":
         slots, offsets, row_token = reference.dispatch_indices(topk_ids, num_experts)
         out.copy_(reference.permute(hidden, row_token))
@@ -207,7 +259,7 @@ def _sort(
         vector, rows = _vector(out, hidden), tuple(map(reference.as_bytes, (hidden, out)))
         row_bytes = rows[1].shape[1]
     sm_count = device_facts(device.index).sm_count
-    plan = plan_sort(tokens, k, num_experts, id_dtype, vector, row_bytes, sm_count)
+    plan = _plan_sort(tokens, k, num_experts, id_dtype, vector, row_bytes, sm_count)
     counts = None
     if not plan.spec.alone:
         counts = topk_ids.new_empty((plan.chunks, num_experts + 1), dtype=torch.int32)
@@ -228,13 +280,9 @@ def _run_combine(
     out: torch.Tensor,
 ) -> None:
     device, pairs = packed.device, (expert_idx, slot_idx, expert_offsets)
-    check_rows("packed", packed)
-    if packed.dtype not in _VALUES:
-        raise ValueError(f"packed: expected a dtype of {_VALUES}, got {packed.dtype}")
-    tokens = TOPK_PAIRS.check((*pairs, topk_weights), device)["T"]
+    _check_combine(packed, *pairs, topk_weights, out)
     names = ("packed", "expert_idx", "slot_idx", "expert_offsets", "topk_weights")
-    inputs = dict(zip(names, (packed, *pairs, topk_weights), strict=True))
-    check_out(out, (tokens, packed.shape[1]), inputs)
+    check_apart(out, dict(zip(names, (packed, *pairs, topk_weights), strict=True)))
     if device.type != "cuda":
         out.copy_(reference.combine(packed, *pairs, topk_weights))
     elif packed.shape[0] == 0 or expert_idx.shape[1] == 0:
@@ -242,7 +290,7 @@ def _run_combine(
     elif out.numel():
         spec = CombineSpec(_vector(out, packed), *map(_name, (packed, topk_weights, *pairs)))
         row_bytes = out.shape[1] * out.element_size()
-        plan = plan_combine(spec, tokens, row_bytes, device_facts(device.index).sm_count)
+        plan = plan_combine(spec, out.shape[0], row_bytes, device_facts(device.index).sm_count)
         sizes = (plan.lanes, plan.rows, plan.extra)
         _launch(spec, device, packed.detach(), pairs, topk_weights.detach(), out, sizes)
 
@@ -250,15 +298,23 @@ def _run_combine(
 def _fake_indices(
     topk_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_ids(topk_ids, num_experts, fake=True)
     sizes = (topk_ids.shape, (num_experts + 1,), (topk_ids.numel(),))
     return tuple(topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
+
+
+def _fake_permute(
+    hidden: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _check_permute(hidden, topk_ids, num_experts, out, fake=True)
+    return _fake_indices(topk_ids, num_experts)
 
 
 dispatch = register(
     "dispatch(Tensor token_hidden, Tensor expert_idx, Tensor slot_idx, Tensor expert_offsets, "
     "Tensor(a!) out) -> ()",
     _run_dispatch,
-    lambda *_: None,
+    functools.partial(_check_dispatch, fake=True),
 )
 indices = register(
     "moe_dispatch_indices(Tensor topk_ids, int num_experts) -> (Tensor, Tensor, Tensor)",
@@ -269,11 +325,11 @@ permute = register(
     "moe_permute(Tensor hidden, Tensor topk_ids, int num_experts, Tensor(a!) out) "
     "-> (Tensor, Tensor, Tensor)",
     _run_permute,
-    lambda hidden, topk_ids, num_experts, out: _fake_indices(topk_ids, num_experts),
+    _fake_permute,
 )
 combine = register(
     "combine(Tensor packed, Tensor expert_idx, Tensor slot_idx, Tensor expert_offsets, "
     "Tensor topk_weights, Tensor(a!) out) -> ()",
     _run_combine,
-    lambda *_: None,
+    functools.partial(_check_combine, fake=True),
 )

@@ -150,9 +150,11 @@ def mono_moe(
       programmatic         programmatic dependent launch: the kernel starts while the one ahead of
                            it on the stream drains, and waits for that one's end before it reads
 
-    Returns out. The same input gives the same bits in every run, batch and scratchpad. With out
-    and scratchpad given, nothing is allocated and nothing synchronises; a CUDA graph can capture
-    the call once one call has run outside a capture. CPU tensors take the reference path.
+    Returns out, without gradients; autograd does not notice that out has been written, so it must
+    not be a tensor saved for a backward pass. The same input gives the same bits in every run,
+    batch and scratchpad. With out and scratchpad given, nothing is allocated and nothing
+    synchronises; a CUDA graph can capture the call once one call like it has run outside a capture.
+    CPU tensors take the reference path.
     Raises TypeError or ValueError, naming the argument, before anything is launched or written;
     RuntimeError where the GPU cannot run the kernel or the first call lies inside a capture.
     """

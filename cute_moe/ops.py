@@ -1,9 +1,10 @@
 """Registration of this package's operators with torch.library, all in the namespace cute_moe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 NAMESPACE = "cute_moe"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -15,12 +16,43 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
 
     `run` executes it on CPU and CUDA tensors; `fake` does the same for tensors without data: it
     makes the results' shapes and dtypes and raises on what it can see. Returns the callable, which
-    records no gradients.
+    records no gradients; to autograd, what `!` marks has been changed in place.
     `run` must not return an argument or a view of one, and must write only what `!` marks.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=_TAGS)
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    aliases = [argument.alias_info for argument in operator._schema.arguments]
+    written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+
+    @torch.no_grad()
+    def call(*arguments: Any) -> Any:
+        result = run(*arguments)
+        if written:  # Nothing else counts a kernel's write as one.
+            increment_version([arguments[i] for i in written])
+        return result
+
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, torch.no_grad()(run), key)
+        _LIBRARY.impl(name, call, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    return operator
+
+
+def check_apart(out: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError where the memory that `out` spans overlaps that of an input, by name."""
+    start, end = _span(out)
+    for name, tensor in inputs.items():
+        first, last = _span(tensor)
+        if first < end and start < last:
+            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor and behind its last one."""
+    if tensor.numel() == 0:
+        return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (steps + 1) * tensor.element_size()

@@ -43,23 +43,28 @@ class Contract:
         object.__setattr__(self, "_quick", _compile_quick_check(self.rules, self.sizes))
 
     def check(
-        self, tensors: Sequence[torch.Tensor], device: torch.device | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device | None = None,
+        *,
+        fake: bool = False,
     ) -> dict[str, int]:
         """Sizes of the symbols when `tensors` keep the contract on `device` (default: the first's).
 
-        Raises TypeError for what is no tensor and ValueError for every other breach; the text
-        names the argument, what was expected and what came.
+        `fake`: the tensors have no data, hence no alignment. Raises TypeError for what is no
+        tensor and ValueError for every other breach; the text names the argument, what was
+        expected and what came.
         """
         try:
             if device is None:
                 device = tensors[0].device
-            values = self._quick(tensors, device)
+            values = None if fake else self._quick(tensors, device)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             values = None
-        return self._check_fully(tensors, device) if values is None else values
+        return self._check_fully(tensors, device, fake) if values is None else values
 
     def _check_fully(
-        self, tensors: Sequence[torch.Tensor], device: torch.device | None
+        self, tensors: Sequence[torch.Tensor], device: torch.device | None, fake: bool
     ) -> dict[str, int]:
         """The slow, exact form of the same check, which raises."""
         if len(tensors) != len(self.rules):
@@ -75,9 +80,12 @@ class Contract:
         values: dict[str, int] = {}
         sources: dict[str, str] = {}
         for rule, tensor in zip(self.rules, tensors, strict=True):
-            if not (_is_as_ruled(rule, tensor, device) and self._bind(rule, tensor, values)):
+            past = 0 if fake else _past_alignment(tensor, rule)
+            fits = _is_as_ruled(rule, tensor, device) and not past
+            if not (fits and self._bind(rule, tensor, values)):
                 wanted = rule.describe(device) + self._describe_symbols(rule, values, sources)
-                raise ValueError(f"{rule.name}: expected {wanted}; got {_describe(tensor, rule)}")
+                came = _describe(tensor, rule, past)
+                raise ValueError(f"{rule.name}: expected {wanted}; got {came}")
             for symbol in rule.shape:
                 if isinstance(symbol, str):
                     sources.setdefault(symbol, rule.name)
@@ -153,25 +161,31 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_as_ruled(rule: TensorRule, tensor: torch.Tensor, device: torch.device) -> bool:
-    """Everything but the sizes: layout, rank, dtype, device, contiguity and alignment."""
+    """Everything but sizes and alignment: layout, rank, dtype, device and contiguity."""
     return (
         tensor.layout == torch.strided
         and tensor.dim() == len(rule.shape)
         and tensor.dtype in rule.dtypes
         and tensor.device == device
         and tensor.is_contiguous()
-        and (tensor.numel() == 0 or tensor.data_ptr() % rule.align == 0)
     )
 
 
-def _describe(tensor: torch.Tensor, rule: TensorRule) -> str:
-    """What came, in the words of `TensorRule.describe`."""
+def _past_alignment(tensor: torch.Tensor, rule: TensorRule) -> int:
+    """Bytes between the last aligned address and the data; 0 where there are no data."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return 0
+    return tensor.data_ptr() % rule.align
+
+
+def _describe(tensor: torch.Tensor, rule: TensorRule, past: int) -> str:
+    """What came, in the words of `TensorRule.describe`; `past`: bytes past the alignment."""
     sizes = ", ".join(str(size) for size in tensor.shape)
     text = f"[{sizes}] {_dtype_name(tensor.dtype)}"
     if tensor.layout != torch.strided:
         return f"{text}, layout {_dtype_name(tensor.layout)}, on {tensor.device}"
     if not tensor.is_contiguous():
         text += f", strides {list(tensor.stride())}"
-    elif tensor.numel() and tensor.data_ptr() % rule.align:
-        text += f", address {tensor.data_ptr() % rule.align} bytes past {rule.align}-byte alignment"
+    elif past:
+        text += f", address {past} bytes past {rule.align}-byte alignment"
     return f"{text}, on {tensor.device}"

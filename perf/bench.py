@@ -15,6 +15,7 @@ from pathlib import Path
 import peers
 import plot
 import protocol as p
+import race
 import report
 import torch
 from race import Options
@@ -51,10 +52,11 @@ def measure(mode: str, options: Options, console: Console) -> list[p.Row]:
 
 
 def print_rows(rows: Sequence[p.Row], console: Console) -> None:
-    """The table, every row with its spread, bytes and check."""
+    """The table, every row with its spread, bytes, ratio to the run's base and check."""
+    base = p.base_of({row.contestant for row in rows})
     table = Table(
         "M or case", "routing", "cache", "contestant", "experts", "MB", "µs", "p10..p90", "TB/s",
-        "of floor", "reuse MB", "check",
+        f"of {base}", "reuse MB", "check",
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -117,7 +119,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--copies", type=int, default=p.COPIES, help="weight copies, 0.8 GB each")
     add("--commit", help="recorded commit (default: git's)")
     args = parser.parse_args(argv)
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     args.modes = tuple(MODES) if args.mode == "all" else (args.mode,)
+    for name in ("replays", "copies"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
+    if args.json is report.RESULTS and (args.quick or args.tokens):
+        parser.error(f"--json: a run of few cases must not overwrite {report.RESULTS}; name a path")
     if args.json and args.json.suffix == ".json" and args.mode == "all":
         parser.error("--json: expected a folder for the results of all modes, got a file")
     return args
@@ -129,6 +137,8 @@ def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> No
     facts = device_facts(torch.cuda.current_device())
     settings = {
         "text": " ".join((importlib.import_module(f"bench_{mode}").__doc__ or "").split()),
+        "argv": args.argv,
+        "skipped": dict(race.SKIPPED),
         "replays": args.replays,
         "quick": args.quick,
         "copies": args.copies,
@@ -140,6 +150,19 @@ def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> No
     meta["versions"] |= peers.versions()
     content = p.to_json(meta, rows)
     path.write_text(p.to_text(content), encoding="utf-8")
+
+
+def run_mode(mode: str, args: argparse.Namespace, options: Options, console: Console) -> int:
+    """Measures, writes and prints one mode; returns the number of rows that failed."""
+    race.SKIPPED.clear()
+    rows = measure(mode, options, console)
+    if args.json:
+        write_json(mode, args, rows)
+    print_rows(rows, console)
+    if args.plot and mode in plot.PLOTS:
+        args.plot.mkdir(parents=True, exist_ok=True)
+        (args.plot / f"{mode}.svg").write_text(plot.draw(mode, rows), encoding="utf-8")
+    return sum(not row.passed for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,18 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = 0
     for mode in args.modes:
         try:
-            rows = measure(mode, options, console)
+            failed += run_mode(mode, args, options, console)
         except Exception:  # The results of the other modes are worth keeping.
             console.print_exception()
             failed += 1
-            continue
-        if args.json:
-            write_json(mode, args, rows)
-        if args.plot and mode in plot.PLOTS:
-            args.plot.mkdir(parents=True, exist_ok=True)
-            (args.plot / f"{mode}.svg").write_text(plot.draw(mode, rows), encoding="utf-8")
-        print_rows(rows, console)
-        failed += sum(not row.passed for row in rows)
     if failed:
         console.print(f"[bold red]{failed} FAILED[/]")
     return 1 if failed else 0

@@ -1,6 +1,6 @@
-"""argmin and argmax. MB: the input, read once. copy: copy_ that reads and writes as many bytes.
-torch_amin finds the value only. Every launch has an output of its own, and the inputs take turns,
-so that many times the L2 cache lies between two uses of the same data.
+"""argmin and argmax. MB: the input, read once. floor: a kernel that reads it in pieces of 16 KB and
+does no more. torch_amin finds the value only. Every launch has an output of its own, and the inputs
+take turns, so that many times the L2 cache lies between two uses of the same data.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import protocol as p
 import torch
+from floor import stream_contestant
 from race import Advance, Contestant, Options, race, rows
 
 import cute_moe
@@ -67,22 +68,10 @@ def contestant(call: Call, inputs: Sequence[torch.Tensor], want: Sequence, dim: 
     return Contestant([launch(i) for i in range(len(inputs))], poison, check)
 
 
-def copies(inputs: Sequence[torch.Tensor]) -> Contestant:
-    """Copies that read and write as many bytes as the inputs have."""
-    halves = [x.view(-1).view(torch.uint8)[: x.nbytes // 2] for x in inputs]
-    target = torch.empty_like(halves[0])
-    launches = [lambda half=half: target.copy_(half) for half in halves]
-    return Contestant(
-        launches,
-        lambda: target.fill_(1),
-        lambda: p.OK if torch.equal(target, halves[-1]) else "the copy differs",
-    )
-
-
 def make_contestants(
     case: Case, inputs: Sequence[torch.Tensor], options: Options
 ) -> dict[str, Contestant]:
-    """Ourselves and the wanted peers; the first result of torch is what is right."""
+    """Ourselves, the wanted peers and the floor; the first result of torch is what is right."""
     ours = cute_moe.argmax if case.largest else cute_moe.argmin
     theirs = torch.argmax if case.largest else torch.argmin
     values = torch.amax if case.largest else torch.amin
@@ -95,9 +84,8 @@ def make_contestants(
     if case.compiled and options.wants("torch_compile"):
         compiled = torch.compile(theirs)
         made["torch_compile"] = contestant(compiled, inputs, want, case.dim)
-    if options.wants("copy"):
-        made["copy"] = copies(inputs)
-    return made
+    grid = device_facts(torch.cuda.current_device()).sm_count
+    return {**made, "floor": stream_contestant(inputs, grid)}
 
 
 def measure(options: Options, advance: Advance) -> list[p.Row]:

@@ -23,15 +23,16 @@ POISON = 0xA5
 BF16, FP32 = torch.bfloat16, torch.float32
 BF16_ERROR = 2.0**-7  # relative, where sums are rounded at other places
 
-Call = Callable[[], torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], torch.Tensor | Tensors]
 
 
 @dataclass(frozen=True)
 class Entries:
-    """What takes part in a case: calls by name, the right result, bytes that a call must move."""
+    """What takes part in a case: calls by name, the right results, bytes that a call must move."""
 
     calls: dict[str, Call]
-    want: torch.Tensor
+    want: Tensors
     nbytes: int
     tolerance: float = 0.0
 
@@ -45,23 +46,27 @@ class Case:
     quick: bool = False
 
 
-def contestant(call: Call, want: torch.Tensor, launches: int, tolerance: float) -> Contestant:
-    """One call again and again; its last result must be `want`, to the bit without a tolerance."""
-    last = {}
+def contestant(call: Call, want: Tensors, launches: int, tolerance: float) -> Contestant:
+    """One call again and again; its last results must be `want`, to the bit without a tolerance."""
+    last: list[torch.Tensor] = []
 
     def launch() -> None:
-        last["result"] = call()
+        result = call()
+        last[:] = result if isinstance(result, tuple) else (result,)
+
+    def good(result: torch.Tensor, wanted: torch.Tensor) -> bool:
+        if tolerance:
+            return torch.allclose(result.float(), wanted.float(), rtol=tolerance, atol=tolerance)
+        same_kind = result.shape == wanted.shape and result.dtype == wanted.dtype
+        return same_kind and torch.equal(result.view(torch.uint8), wanted.view(torch.uint8))
 
     def check() -> str:
-        result = last["result"]
-        if tolerance:
-            good = torch.allclose(result.float(), want.float(), rtol=tolerance, atol=tolerance)
-        else:
-            good = torch.equal(result.view(torch.uint8), want.view(torch.uint8))
-        return p.OK if good else "wrong result"
+        right = len(last) == len(want) and all(map(good, last, want))
+        return p.OK if right else "wrong result"
 
     def poison() -> None:
-        last["result"].view(torch.uint8).fill_(POISON)
+        for result in last:
+            result.view(torch.uint8).fill_(POISON)
 
     return Contestant([launch] * launches, poison, check)
 
@@ -70,7 +75,7 @@ def copy_contestant(nbytes: int, launches: int) -> Contestant:
     """A copy that reads and writes `nbytes` together."""
     source = torch.randint(256, (nbytes // 2,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return contestant(lambda: target.copy_(source), source, launches, 0.0)
+    return contestant(lambda: target.copy_(source), (source,), launches, 0.0)
 
 
 def dispatch_case(tokens: int, hidden: int, dtype: torch.dtype, experts: int, mixed: bool):
@@ -92,7 +97,7 @@ def dispatch_case(tokens: int, hidden: int, dtype: torch.dtype, experts: int, mi
         if options.wants("torch_compile"):
             scatter = torch.compile(lambda out, rows, x: out.index_copy_(0, rows, x))
             calls["torch_compile"] = lambda: scatter(compiled, target, x)
-        return Entries(calls, x[order], 2 * x.nbytes)
+        return Entries(calls, (x[order],), 2 * x.nbytes)
 
     return make
 
@@ -102,14 +107,15 @@ def topk_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return torch.rand(tokens, experts, device=DEVICE).topk(top_k, dim=1).indices
 
 
-def torch_sort(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, ...]:
-    """What moe_dispatch_indices gives, in operations that a graph can capture; and the rows."""
+def torch_sort(ids: torch.Tensor, experts: int) -> Tensors:
+    """What moe_dispatch_indices gives, in operations that a graph can capture."""
     flat = ids.view(-1)
     ordered, order = flat.sort(stable=True)
     ends = torch.searchsorted(ordered, torch.arange(experts + 1, device=ids.device))
     numbers = torch.arange(len(order), device=ids.device)
     row = torch.empty_like(order).scatter_(0, order, numbers)
-    return (row - ends[flat]).int(), ends.int(), (order // ids.shape[1]).int(), row
+    slots = (row - ends[flat]).int().view(ids.shape)
+    return slots, ends.int(), (order // ids.shape[1]).int()
 
 
 def indices_case(tokens: int, top_k: int, experts: int):
@@ -117,11 +123,12 @@ def indices_case(tokens: int, top_k: int, experts: int):
 
     def make(options: Options) -> Entries:
         ids = topk_ids(tokens, top_k, experts)
-        want = reference.dispatch_indices(ids, experts)[2]
-        calls = {"cute_moe": lambda: cute_moe.moe_dispatch_indices(ids, experts)[2]}
+        want = reference.dispatch_indices(ids, experts)
+        calls = {"cute_moe": lambda: cute_moe.moe_dispatch_indices(ids, experts)}
         if options.wants("torch"):
-            calls["torch"] = lambda: torch_sort(ids, experts)[2]
-        return Entries(calls, want, ids.nbytes + 2 * want.nbytes)
+            calls["torch"] = lambda: torch_sort(ids, experts)
+        slots, _, row_token = want
+        return Entries(calls, want, ids.nbytes + slots.nbytes + row_token.nbytes)
 
     return make
 
@@ -132,14 +139,18 @@ def permute_case(tokens: int, top_k: int, experts: int, hidden: int):
     def make(options: Options) -> Entries:
         ids = topk_ids(tokens, top_k, experts)
         x = torch.randn(tokens, hidden, dtype=BF16, device=DEVICE)
-        want = x[reference.dispatch_indices(ids, experts)[2].long()]
-        ours, theirs = torch.empty_like(want), torch.empty_like(want)
-        calls = {"cute_moe": lambda: cute_moe.moe_permute(x, ids, experts, out=ours)[0]}
+        indices = reference.dispatch_indices(ids, experts)
+        packed = x[indices[2].long()]
+        ours, theirs = torch.empty_like(packed), torch.empty_like(packed)
+
+        def by_torch() -> Tensors:
+            slots, ends, row_token = torch_sort(ids, experts)
+            return torch.index_select(x, 0, row_token, out=theirs), slots, ends, row_token
+
+        calls = {"cute_moe": lambda: cute_moe.moe_permute(x, ids, experts, out=ours)}
         if options.wants("torch"):
-            calls["torch"] = lambda: torch.index_select(
-                x, 0, torch_sort(ids, experts)[2], out=theirs
-            )
-        return Entries(calls, want, x.nbytes + want.nbytes)
+            calls["torch"] = by_torch
+        return Entries(calls, (packed, *indices), x.nbytes + packed.nbytes)
 
     return make
 
@@ -165,7 +176,7 @@ def combine_case(tokens: int, top_k: int, experts: int, hidden: int):
             calls["torch"] = theirs
         if options.wants("torch_compile"):
             calls["torch_compile"] = torch.compile(theirs)
-        return Entries(calls, want, packed.nbytes + want.nbytes, BF16_ERROR)
+        return Entries(calls, (want,), packed.nbytes + want.nbytes, BF16_ERROR)
 
     return make
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import protocol as p
 import torch
 from peers import find_peers
-from race import Advance, Launch, Options, Result, rows
+from race import Advance, Launch, Options, Result, rows, skip
 from report import TARGETS_US
 
 import cute_moe
@@ -140,9 +140,15 @@ def call_results(options: Options, bursts: int) -> list[tuple[str, str, Result]]
         ("cute_moe", "call of MoELayer"): (lambda: layer(x, logits), MAX_ERROR),
     }
     for name, peer in find_peers(options, [tuple(weights)]).items():
-        if not peer.baseline:
-            arguments = (x, logits, *peer.copies[0], out)
-            calls[name, "call"] = (functools.partial(peer.call, *arguments), peer.max_error)
+        if peer.baseline:
+            continue
+        call = functools.partial(peer.call, x, logits, *peer.copies[0], out)
+        try:
+            call()
+        except Exception as error:  # whatever a foreign package raises
+            skip(name, error)
+        else:
+            calls[name, "call"] = (call, peer.max_error)
     graph = capture([ours] * p.LAUNCHES)
     times = call_times({key: call for key, (call, _) in calls.items()}, bursts)
     found = []

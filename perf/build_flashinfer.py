@@ -1,8 +1,9 @@
 """FlashInfer's `mono_moe` kernel as one library: `python perf/build_flashinfer.py [OUT.so]`.
 
 Compiles the kernel's two sources from FlashInfer's wheel (given by --wheel, else fetched by pip)
-with nvcc and the flags of its own build, in about a minute and without a GPU. The benchmark finds
-the library by CUTE_MOE_FLASHINFER_SO; there it needs apache-tvm-ffi and the driver only.
+with nvcc and the flags of its own build, in about a minute and without a GPU. The benchmark looks
+for the library where it is built by default, or where CUTE_MOE_FLASHINFER_SO says; there it needs
+apache-tvm-ffi and the driver only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import tvm_ffi.libinfo
 from rich.console import Console
 
+LIBRARY = Path(__file__).resolve().parent.parent / "build" / "flashinfer" / "mono_moe.so"
 RELEASE = "flashinfer-python==0.7.4"
 SOURCES = ("monomoe_binding.cu", "src/moe_tma.cu")
 FOLDERS = ("csrc", "include", "cutlass/include", "cccl", "spdlog/include")
@@ -56,6 +57,8 @@ def unpack(wheel: Path, folder: Path) -> Path:
 
 def command_line(data: Path, out: Path, nvcc: str) -> list[str]:
     """nvcc's command."""
+    import tvm_ffi.libinfo
+
     kernel = data / "csrc" / "fused_moe" / "monomoe"
     cccl = [data / "cccl" / name for name in ("libcudacxx/include", "cub", "thrust")]
     system = [data / name for name in FOLDERS if name != "cccl"]
@@ -70,7 +73,7 @@ def command_line(data: Path, out: Path, nvcc: str) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Build; the exit code is nvcc's."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, nargs="?", default=Path("build/flashinfer/mono_moe.so"))
+    parser.add_argument("out", type=Path, nargs="?", default=LIBRARY)
     parser.add_argument("--wheel", type=Path, help=f"default: pip fetches {RELEASE}")
     parser.add_argument("--nvcc", default="nvcc", help="of CUDA 12.8 or newer")
     args = parser.parse_args(argv)

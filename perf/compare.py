@@ -1,16 +1,18 @@
 """Two runs side by side: `python perf/compare.py A.json B.json [--limit 0.03]`.
 
-Prints the largest change of every contestant's ratio to the floor; 1 when one exceeds the limit.
+Prints the largest change of every contestant's ratio to the base of its run (floor or copy), and
+which rows only one of the runs has; 1 when a change exceeds the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol import Row
+from protocol import Row, base_of
 from report import read_rows
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +24,7 @@ def key(row: Row) -> tuple[object, ...]:
 
 
 def changes(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[float, Row, Row]]:
-    """(relative change of the ratio to the floor, row before, row after), the largest first."""
+    """(relative change of the ratio to the base, row before, row after), the largest first."""
     others = {key(row): row for row in after if row.of_floor}
     found = []
     for row in before:
@@ -32,6 +34,14 @@ def changes(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[float, Ro
     return sorted(found, key=lambda change: -abs(change[0]))
 
 
+def alone(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """How many rows have no partner in the other run, by contestant: "2 (cute_moe 1, floor 1)"."""
+    partners = {key(row) for row in others}
+    counts = Counter(row.contestant for row in rows if key(row) not in partners)
+    names = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    return f"{counts.total()} ({names})" if names else "0"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 when a ratio changed by more than the limit, 2 when nothing can be compared."""
     parser = argparse.ArgumentParser(prog="perf/compare.py", description=__doc__.splitlines()[0])
@@ -39,11 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("after", type=Path)
     parser.add_argument("--limit", type=float, default=0.03, help="relative change of a ratio")
     args = parser.parse_args(argv)
-    found = changes(read_rows(args.before), read_rows(args.after))
+    old, new = read_rows(args.before), read_rows(args.after)
+    print(f"rows only in {args.before}: {alone(old, new)}")
+    print(f"rows only in {args.after}: {alone(new, old)}")
+    found = changes(old, new)
     if not found:
-        print("no rows in common that have a ratio to the floor")
+        print("no rows in common that have a ratio to floor or copy")
         return 2
-    table = Table("contestant", "cache", "rows", "largest change", "at", "before", "after")
+    base = base_of({row.contestant for row in new})
+    columns = ("contestant", "cache", "rows", "largest change", "at", "before", "after")
+    table = Table(*columns, title=f"ratio to {base}")
     groups: dict[tuple[str, str], list[tuple[float, Row, Row]]] = {}
     for change in found:
         groups.setdefault((change[1].contestant, change[1].cache), []).append(change)

@@ -13,16 +13,19 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
+import protocol as p
 import torch
 from cutlass import Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
+from race import Contestant
 
 from cute_moe.host.compile import compile_cached
 
 CHUNK_BYTES = 16 * 1024
 LANES = 32
+POISON = -0x5A5A5A5B  # in the sums
 SAMPLE_STRIDE = 129  # words between two sampled ones: odd, so that the lanes meet no bank twice
 SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]  # part of the compile key
 
@@ -155,15 +158,14 @@ def launch_empty(where: cute.Tensor, stream, spec: cutlass.Constexpr):
     )
 
 
-def _fake(dtype, align: int) -> cute.Tensor:
-    return make_fake_compact_tensor(
-        dtype, (cute.sym_int(),), stride_order=(0,), assumed_align=align
-    )
+def _fake(dtype, align: int, size) -> cute.Tensor:
+    return make_fake_compact_tensor(dtype, (size,), stride_order=(0,), assumed_align=align)
 
 
 def build_floor(spec: FloorSpec, options: str):
     """Compile the probe from fake tensors; needs no GPU."""
-    tensors = (_fake(Uint8, 128), _fake(Uint8, 128), _fake(Int32, 4), _fake(Int32, 4))
+    weights = [_fake(Uint8, 128, cute.sym_int64()) for _ in range(2)]
+    tensors = (*weights, *(_fake(Int32, 4, cute.sym_int()) for _ in range(2)))
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(launch_floor, *tensors, stream, spec, options=options)
 
@@ -171,7 +173,9 @@ def build_floor(spec: FloorSpec, options: str):
 def build_empty(spec: EmptySpec, options: str):
     """Compile the empty kernel; needs no GPU."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(launch_empty, _fake(Int32, 4), stream, spec, options=options)
+    return cute.compile(
+        launch_empty, _fake(Int32, 4, cute.sym_int()), stream, spec, options=options
+    )
 
 
 def floor_function(spec: FloorSpec) -> Callable[..., None]:
@@ -202,3 +206,42 @@ def expected_sums(
     seen = torch.nn.functional.pad(seen, (0, 0, 0, padding))
     total = seen.view(-1, grid, LANES).sum(0).flatten()
     return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
+
+
+def probe_contestant(
+    spec: FloorSpec,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    lists: Sequence[Sequence[int]],
+    want: torch.Tensor,
+) -> Contestant:
+    """Launches of the probe: `pairs` are (w_up, w_down) of each, `lists` the experts.
+
+    want: int32 [launches, grid * 32], the `expected_sums` of each.
+    """
+    function = floor_function(spec)
+    experts = [torch.tensor(ids, dtype=torch.int32, device=want.device) for ids in lists]
+    sums = torch.empty_like(want)
+
+    def launch(i: int) -> Callable[[], object]:
+        weights = [w.view(torch.uint8).view(-1) for w in pairs[i]]
+        return lambda: function(*weights, experts[i], sums[i])
+
+    def check() -> str:
+        bad = int((sums != want).any(dim=1).sum())
+        return f"{bad} of {len(lists)} launches saw other bytes" if bad else p.OK
+
+    launches = [launch(i) for i in range(len(lists))]
+    return Contestant(launches, lambda: sums.fill_(POISON), check)
+
+
+def stream_contestant(buffers: Sequence[torch.Tensor], grid: int) -> Contestant:
+    """The probe on whole buffers of one size, a multiple of CHUNK_BYTES: reads and no writes."""
+    chunks = buffers[0].nbytes // CHUNK_BYTES
+    up = chunks // 2
+    down = chunks - up  # the halves of a buffer stand for the weights of one expert
+    spec = FloorSpec(grid=grid, up_chunks=up, down_chunks=down)
+    halves = [b.view(-1).view(torch.uint8).split((up * CHUNK_BYTES, down * CHUNK_BYTES))
+              for b in buffers]  # fmt: skip
+    seen = [(samples(first[None], up), samples(second[None], down)) for first, second in halves]
+    want = torch.stack([expected_sums(*pair, [0], grid) for pair in seen])
+    return probe_contestant(spec, halves, [[0]] * len(halves), want)

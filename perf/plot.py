@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from protocol import BASES, Row
+from protocol import BASES, Row, base_of
 
 WIDTH, HEIGHT = 760, 460
 LEFT, RIGHT, TOP, BOTTOM = 64, 190, 44, 52
-MOST_OF_FLOOR = 4.0  # slower contestants would flatten all others: the legend names them instead
+MOST_OF_BASE = 4.0  # slower contestants would flatten all others: the legend names them instead
 COLOURS = {
     "floor": "#333333",
     "cute_moe": "#0072b2",
@@ -76,8 +76,9 @@ def series_of(rows: Sequence[Row]) -> tuple[dict[str, list[Point]], list[str]]:
         label = f"{row.tokens}" if row.tokens else ""
         found.setdefault(row.contestant, []).append((row.bytes / 1e6, row.us, label))
         ratios.setdefault(row.contestant, []).append(row.of_floor or 1.0)
-    slow = {n: r for n, r in ratios.items() if min(r) > MOST_OF_FLOOR}
-    remarks = [f"{n}: {min(r):.0f} to {max(r):.0f} x floor" for n, r in sorted(slow.items())]
+    slow = {n: r for n, r in ratios.items() if min(r) > MOST_OF_BASE}
+    base = base_of(found)
+    remarks = [f"{n}: {min(r):.0f} to {max(r):.0f} x {base}" for n, r in sorted(slow.items())]
     order = [*COLOURS, *sorted(set(found) - set(COLOURS))]
     return {name: found[name] for name in order if name in found and name not in slow}, remarks
 

@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ BASES = ("floor", "copy")  # what the others of one run are compared with, the f
 CACHES = ("cold", "warm", "eager")
 OK, NOTHING_TO_CHECK = "ok", "none"
 DRAM_MARGIN = 1.02  # a measured rate may exceed the nominal one by as much as clocks and timers err
+DESCRIBE = ("describe", "--always", "--dirty", "--exclude=*")  # the commit, no tag
 L2_BYTES_PER_CYCLE = 64  # what one SM can take from the L2 cache
 
 
@@ -109,6 +110,11 @@ def guarded(row: Row, limits: Limits) -> Row:
     rate = row.bytes / row.us if row.us else float("inf")
     text = f"impossible: {rate * 1e-6:.1f} TB/s, the memory gives {most * 1e-6:.1f}"
     return replace(row, check=text)
+
+
+def base_of(names: Collection[str]) -> str:
+    """The one of BASES that a run with these contestants is compared with."""
+    return next((name for name in BASES if name in names), BASES[0])
 
 
 def summary(times: Sequence[float]) -> tuple[float, tuple[float, float]]:
@@ -184,21 +190,32 @@ def l2_cleaner() -> Callable[[], object]:
     return memory.sum
 
 
+def turns(names: Collection[str], replays: int) -> Iterator[list[str]]:
+    """The contestants of each turn, warm-up first: A B C, B C A, C A B, ...
+
+    None always runs behind the same other one.
+    """
+    order = list(names)
+    for turn in range(WARM_UP_REPLAYS + replays):
+        first = turn % len(order)
+        yield order[first:] + order[:first]
+
+
 def interleave(
     contestants: Mapping[str, Callable[[], object]], replays: int
 ) -> dict[str, list[float]]:
-    """µs of each call, the contestants taking turns: A B C A B C ..., GPU time by events.
+    """µs of each call, the contestants taking turns, GPU time by events.
 
     Before each call, outside the time, the L2 cache is cleaned.
     """
     clean = l2_cleaner()
     spans = {name: [] for name in contestants}
-    for _ in range(WARM_UP_REPLAYS + replays):
-        for name, work in contestants.items():
+    for order in turns(contestants, replays):
+        for name in order:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             clean()
             start.record()
-            work()
+            contestants[name]()
             end.record()
             spans[name].append((start, end))
     torch.cuda.synchronize()
@@ -206,17 +223,23 @@ def interleave(
     return {name: found[WARM_UP_REPLAYS:] for name, found in times.items()}
 
 
-def eager_microseconds(launches: Sequence[Callable[[], object]], replays: int) -> list[float]:
-    """Wall µs per call, without a graph: host and GPU together, one wait after all `launches`."""
-    times = []
-    for _ in range(WARM_UP_REPLAYS + replays):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for launch in launches:
-            launch()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) * 1e6 / len(launches))
-    return times[WARM_UP_REPLAYS:]
+def interleave_eager(
+    contestants: Mapping[str, Sequence[Callable[[], object]]], replays: int
+) -> dict[str, list[float]]:
+    """Wall µs per call, without a graph, the contestants taking turns.
+
+    Host and GPU together: one wait after all calls of a contestant.
+    """
+    times = {name: [] for name in contestants}
+    for order in turns(contestants, replays):
+        for name in order:
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for call in contestants[name]:
+                call()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - started) * 1e6 / len(contestants[name]))
+    return {name: found[WARM_UP_REPLAYS:] for name, found in times.items()}
 
 
 def to_json(meta: Mapping[str, object], rows: Sequence[Row]) -> dict[str, object]:
@@ -254,7 +277,7 @@ def metadata(facts, protocol: Mapping[str, object], commit: str | None) -> dict[
         "driver": facts.driver,
         "clocks": _output(["nvidia-smi", query, "--format=csv,noheader", f"--id={facts.index}"]),
         "versions": versions,
-        "commit": commit or _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]),
+        "commit": commit or _output(["git", "-C", str(ROOT), *DESCRIBE]),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "protocol": dict(protocol),
     }

@@ -12,12 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import protocol as p
+import torch
 
 from cute_moe.timing import capture
 
-OURS = "cute_moe"
+OURS = "cute_moe"  # also the first part of the names of our variants
+SKIPPED: dict[str, str] = {}  # why peers of the running mode did not take part; bench.py stores it
 Launch = Callable[[], object]
 Advance = Callable[[str, int], None]
+
+
+def skip(peer: str, error: Exception) -> None:
+    """Notes why a peer cannot take part, and prints it once."""
+    reason = f"{type(error).__name__}: {error}"
+    if SKIPPED.get(peer) != reason:
+        print(f"{peer}: skipped, {reason}")
+    SKIPPED[peer] = reason
 
 
 @dataclass(frozen=True)
@@ -60,16 +70,18 @@ def race(contestants: Mapping[str, Contestant], replays: int) -> dict[str, Resul
 
     Capturing runs every launch once, so only the poison tells a replay from no replay at all. The
     first launch of a replay finds none of its data in the L2 cache. A peer that cannot be captured
-    is skipped with a printed reason.
+    is skipped; an error of ours or of a base is raised.
     """
     graphs = {}
+    stream = torch.cuda.current_stream()
     for name, contestant in contestants.items():
         try:
             graphs[name] = capture(contestant.launches)
         except Exception as error:
-            if name in (OURS, *p.BASES):
+            torch.cuda.set_stream(stream)  # a capture that failed leaves its own stream behind
+            if name.startswith(OURS) or name in p.BASES:
                 raise
-            print(f"{name}: skipped, {type(error).__name__}: {error}")
+            skip(name, error)
     for name in graphs:
         contestants[name].poison()
     times = p.interleave({name: graph.replay for name, graph in graphs.items()}, replays)
@@ -80,16 +92,18 @@ def race(contestants: Mapping[str, Contestant], replays: int) -> dict[str, Resul
     return results
 
 
-def eager(contestant: Contestant, replays: int) -> Result:
-    """The same launches without a graph: wall time of host and GPU together."""
-    contestant.poison()
-    times = p.eager_microseconds(contestant.launches, replays)
-    return Result(times, contestant.check())
+def eager(contestants: Mapping[str, Contestant], replays: int) -> dict[str, Result]:
+    """The same launches without a graph, in turn: wall time of host and GPU together."""
+    for contestant in contestants.values():
+        contestant.poison()
+    launches = {name: contestant.launches for name, contestant in contestants.items()}
+    times = p.interleave_eager(launches, replays)
+    return {name: Result(found, contestants[name].check()) for name, found in times.items()}
 
 
 def rows(results: Mapping[str, Result], **fields) -> list[p.Row]:
     """One row per contestant of a run; `fields` are those of `Row` that all of them share."""
-    base = next((results[name] for name in p.BASES if name in results), None)
+    base = results.get(p.base_of(results))
     made = []
     for name, result in results.items():
         us, spread = p.summary(result.times)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import plot
-from protocol import BASES, ROUTINGS, Row, from_json
+from protocol import ROUTINGS, Row, base_of, from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results" / "h200"
@@ -86,8 +86,8 @@ def case_table(rows: Sequence[Row]) -> str:
         ours, nbytes = of_case[0], next(row.bytes for row in of_case if row)
         label = f"{key[1]}, {key[3]}" if key[3] != "cold" else key[1]
         lines.append([label, f"{nbytes / 1e6:.1f}", *map(us, of_case), ratio(ours)])
-    base = next((name for name in BASES if name in names), BASES[0])
-    return markdown(["case", "MB", *(f"{n} µs" for n in names), f"cute_moe / {base}"], lines)
+    last = f"cute_moe / {base_of(names)}"
+    return markdown(["case", "MB", *(f"{n} µs" for n in names), last], lines)
 
 
 def host_table(rows: Sequence[Row]) -> str:

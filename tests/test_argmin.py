@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from argmin_cases import DTYPES, KINDS, make_values, random_shape
+from argmin_cases import DTYPES, GEOMETRIES, KINDS, make_values, random_shape, stream_shape
 
 import cute_moe
 from cute_moe.host.compile import compile_report
@@ -15,6 +15,7 @@ from cute_moe.kernels.argmin.spec import ITEM_BYTES, STAGE_BYTES, THREADS, plan
 module = importlib.import_module("cute_moe.argmin")  # the package has the function by that name
 FUNCTIONS = [(cute_moe.argmin, torch.argmin), (cute_moe.argmax, torch.argmax)]
 IDS = ["argmin", "argmax"]
+SHARED = torch.full((8,), 7)
 both = pytest.mark.parametrize("ours, theirs", FUNCTIONS, ids=IDS)
 
 
@@ -69,12 +70,14 @@ def test_nothing_to_do(ours, theirs) -> None:
         (TypeError, "out", dict(out=[1])),
         (ValueError, "x", dict(x=torch.zeros(2, 3, dtype=torch.float64))),
         (ValueError, "x", dict(x=torch.zeros(2, 3, dtype=torch.bool))),
+        (ValueError, "x", dict(x=torch.zeros(2, 3).to_sparse())),
         (ValueError, "out", dict(out=torch.full((3,), 7))),
         (ValueError, "out", dict(out=torch.full((2, 1), 7))),
         (ValueError, "out", dict(out=torch.full((2,), 7, dtype=torch.int32))),
         (ValueError, "out", dict(out=torch.full((4,), 7)[::2])),
         (ValueError, "out", dict(keepdim=True, out=torch.full((2,), 7))),
         (ValueError, "out", dict(out=torch.empty(2, dtype=torch.int64, device="meta"))),
+        (ValueError, "out", dict(x=SHARED.view(torch.int32).view(2, 8), out=SHARED[1:3])),
     ],
 )
 def test_bad_arguments(ours, theirs, error, name, arguments) -> None:
@@ -222,38 +225,50 @@ def compare(ours, theirs, x, dim, keepdim=False, label="") -> None:
         )
 
 
+def shifted(shape, dtype, kind, offset):
+    """Values on the GPU that begin `offset` elements past a 256-byte boundary."""
+    values = make_values((math.prod(shape) + offset,), dtype, kind, "cuda")
+    return values[offset:].view(shape)
+
+
 @pytest.mark.gpu
 @pairs
 def test_random_shapes(cuda, dtype, ours, theirs) -> None:
     for _ in range(80):
         shape = random_shape(1 << 21)
         kind = random.choice(KINDS)
-        offset = random.choice([0, 0, 1, 3])  # elements past a 256-byte boundary
-        base = make_values((math.prod(shape) + offset,), dtype, kind, "cuda")
-        x = base[offset:].view(shape)
+        offset = random.choice([0, 0, 1, 3])
+        x = shifted(shape, dtype, kind, offset)
         dim = random.choice([*range(-len(shape), len(shape)), None])
         compare(ours, theirs, x, dim, random.random() < 0.5, f"{kind} offset {offset}")
 
 
-# With the kinds of kernel that they use and whether CTAs share reductions.
-GEOMETRIES = {
-    ((4, 102400), 1): ("rows", True),
-    ((3, 70001), 1): ("rows", True),
-    ((20000, 67), 1): ("rows", False),
-    ((3, 50), None): ("rows", False),
-    ((3, 999, 405), 1): ("columns", False),
-    ((30000, 129), 0): ("columns", True),
-    ((90000, 3), 0): ("columns", True),
-    ((5, 333, 1024), 1): ("columns", False),
-    ((500, 6, 10), 1): ("columns", False),
-    ((5000, 4095), 0): ("stream", True),
-    ((300, 20, 4095), 1): ("stream", False),
-    ((20, 300, 9001), 1): ("stream", True),
-    ((2, 6000, 1025), 1): ("stream", True),
-}
+@pytest.mark.gpu
+@pairs
+def test_random_shapes_of_the_stream_kernel(cuda, dtype, ours, theirs) -> None:
+    for _ in range(8):
+        shape, kind = stream_shape(dtype.itemsize), random.choice(KINDS)
+        offset = random.choice([0, 1, 3])
+        x = shifted(shape, dtype, kind, offset)
+        compare(ours, theirs, x, 1, random.random() < 0.5, f"{kind} offset {offset}")
+
+
+@pytest.mark.gpu
+@pairs
+def test_the_other_function_of_every_dtype(cuda, dtype, ours, theirs) -> None:
+    """What PAIRS leaves out: one variant each, two of the fp32 argmax."""
+    others = FUNCTIONS[ours is cute_moe.argmin]
+    shapes = [(3, 70001), (20000, 67), (5, 333, 1024)]
+    for shape in shapes if dtype is torch.float32 else shapes[:2]:
+        for kind in KINDS:
+            compare(*others, make_values(shape, dtype, kind, "cuda"), 1, label=kind)
 
 
 def test_geometries_are_what_they_say() -> None:
+    for dtype in DTYPES:
+        for _ in range(50):
+            name = module._DTYPE_NAMES[dtype]
+            assert plan(*stream_shape(dtype.itemsize), name, False, 0, 132).scan.kind == "stream"
     for (shape, dim), (kind, shared) in GEOMETRIES.items():
         made = plan(*module._sizes(torch.empty(shape), dim), "float32", False, 0, 132)
         assert (made.scan.kind, made.walk.splits > 1) == (kind, shared), (shape, dim, made)
@@ -312,8 +327,9 @@ def test_more_than_2_to_31_elements(cuda) -> None:
 
 @pytest.mark.gpu
 def test_graph(cuda) -> None:
-    """One graph of all three ways; replays see new data and leave nothing of the poison."""
+    """One graph of all four ways; replays see new data and leave nothing of the poison."""
     cases = [((4, 102400), 1), ((3, 999, 257), 1), ((40000, 130), 0)]
+    cases.append(((5000, 4095), 0))
     xs = [torch.empty(shape, device="cuda") for shape, _ in cases]
     outs = [torch.empty_like(torch.argmin(x, dim)) for x, (_, dim) in zip(xs, cases, strict=True)]
 
@@ -332,6 +348,24 @@ def test_graph(cuda) -> None:
         graph.replay()
         for x, out, (_, dim) in zip(xs, outs, cases, strict=True):
             assert torch.equal(out, torch.argmin(x, dim))
+
+
+@pytest.mark.gpu
+def test_no_sync_and_no_gradient(cuda) -> None:
+    x = torch.randn(4, 102400, device="cuda", requires_grad=True)
+    out = torch.full((4,), -7, device="cuda")
+    cute_moe.argmin(x, 1, out=out)
+    out.fill_(-7)
+    version = out._version
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        new = cute_moe.argmin(x, 1)
+        cute_moe.argmin(x, 1, out=out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = torch.argmin(x, 1)
+    assert torch.equal(new, want) and torch.equal(out, want)
+    assert out._version > version and not (new.requires_grad or out.requires_grad)
 
 
 @pytest.mark.gpu

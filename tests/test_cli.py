@@ -104,6 +104,7 @@ def test_gpu_table(console) -> None:
     demo._print_gpu_table([row], 4e12, console)
     text = printed(console)
     assert "45.0" in text and "4.00" in text and "100%" in text and "4.00 TB/s read" in text
+    assert "of copy" in text and "floor" not in text and "cold" not in text
 
 
 def test_doctor_facts() -> None:

@@ -1,10 +1,12 @@
 """Dispatch, sort, permute and combine without a GPU: reference, errors, operators, compile."""
 
+import contextlib
 import re
 
 import pytest
 import torch
 from dispatch_cases import DTYPES, ROUTINGS, Guarded, bytes_as, draw_pairs, same_bytes
+from torch._subclasses import FakeTensorMode
 
 import cute_moe
 from cute_moe import dispatch_ops as ops
@@ -148,6 +150,8 @@ def test_dispatch_rejects() -> None:
     check("token_hidden: expected a torch.Tensor, got list", [1], expert, slot, offsets,
           error=TypeError)  # fmt: skip
     check("token_hidden: expected 2 dimensions, got shape [4]", x[0], expert, slot, offsets)
+    check("token_hidden: expected a dense tensor, got layout torch.sparse_coo", x.to_sparse(),
+          expert, slot, offsets)  # fmt: skip
     check("token_hidden: expected a dtype of 1, 2, 4 or 8 bytes, got torch.complex128",
           x.to(torch.complex128), expert, slot, offsets)  # fmt: skip
     check("token_hidden: expected rows of adjacent elements, got strides [1, 5]",
@@ -161,12 +165,27 @@ def test_dispatch_rejects() -> None:
     check("out: expected 7 rows as num_rows says, got 5", x, expert, slot, offsets, num_rows=7)
     check("num_rows: expected an int, got float", x, expert, slot, offsets, num_rows=5.0, out=None,
           error=TypeError)  # fmt: skip
-    check("num_rows: expected at least 0, got -1", x, expert, slot, offsets, num_rows=-1, out=None)
+    check("num_rows: expected an int, got float", x, expert, slot, offsets, num_rows=5.0,
+          error=TypeError)  # fmt: skip
+    for rows in (-1, 1 << 31):
+        text = f"expected 0..1073741824, got {rows}"
+        check(f"num_rows: {text}", x, expert, slot, offsets, num_rows=rows, out=None)
+        check(f"expert_offsets[-1]: {text}", x, expert, slot, offsets * 0 + rows, out=None)
     check("out: expected [5, 4] torch.float32, contiguous", x, expert, slot, offsets,
           out=torch.empty(4, 5).T)  # fmt: skip
     check("out: expected [5, 4] torch.float32", x, expert, slot, offsets, out=torch.empty(5, 3))
     check("out: expected [5, 4] torch.float32", x, expert, slot, offsets, out=x.double())
     check("got an overlap with token_hidden", x, expert, slot, offsets, out=x)
+    check("out: expected 2 dimensions, got shape []", x, expert, slot, offsets, out=x[0, 0])
+    for options in ({}, {"num_rows": 5}, {"validate": True}):
+        check("out: expected a torch.Tensor, got list", x, expert, slot, offsets, out=[1],
+              error=TypeError, **options)  # fmt: skip
+        for i, name in enumerate(("expert_idx", "slot_idx", "expert_offsets"), start=1):
+            arguments = [x, expert, slot, offsets]
+            arguments[i] = [0]
+            for target in (None, out.matrix):
+                check(f"{name}: expected a torch.Tensor, got list", *arguments, out=target,
+                      error=TypeError, **options)  # fmt: skip
     shared = torch.zeros(10, dtype=torch.int64)
     check("got an overlap with slot_idx", x, expert, shared[5:], offsets,
           out=shared.view(torch.float32).view(5, 4))  # fmt: skip
@@ -176,9 +195,9 @@ def test_sort_rejects() -> None:
     hidden, ids = torch.randn(5, 4), torch.zeros(5, 2, dtype=torch.int64)
     out = Guarded((10, 4), torch.float32, CPU)
 
-    def check(text: str, *arguments, **options) -> None:
+    def check(text: str, *arguments, error: type[Exception] = ValueError, **options) -> None:
         options = {"out": out.matrix, **options}
-        rejected(text, lambda: cute_moe.moe_permute(*arguments, **options), out)
+        rejected(text, lambda: cute_moe.moe_permute(*arguments, **options), out, error)
 
     check("topk_ids: expected [T, k] int32 or int64", hidden, ids.float(), 3)
     check("topk_ids: expected 2 dimensions", hidden, ids[0], 3)
@@ -186,7 +205,13 @@ def test_sort_rejects() -> None:
     check("num_experts: expected 1..4096, got 4097", hidden, ids, 4097)
     check("topk_ids: expected 5 rows on cpu as hidden has, got [4, 2]", hidden, ids[:4], 3)
     check("out: expected [10, 4] torch.float32", hidden, ids, 3, out=torch.empty(9, 4))
+    check("out: expected a torch.Tensor, got list", hidden, ids, 3, out=[1], error=TypeError)
+    check("out: expected 2 dimensions, got shape []", hidden, ids, 3, out=hidden[0, 0])
     check("topk_ids: expected k <= 2048", hidden[:1], torch.zeros(1, 2049, dtype=torch.int64), 3)
+    many = torch.empty(1 << 23, 3, dtype=torch.int32)
+    check("topk_ids: expected T * k <= 16777216, got [8388608, 3]", hidden, many, 3, out=None)
+    with pytest.raises(ValueError, match=re.escape("topk_ids: expected T * k <= 16777216")):
+        cute_moe.moe_dispatch_indices(many, 3)
     with pytest.raises(ValueError, match="num_experts: expected 1..4096, got 0"):
         cute_moe.moe_dispatch_indices(ids, 0)
     with pytest.raises(TypeError, match="num_experts: expected an int, got bool"):
@@ -198,16 +223,67 @@ def test_combine_rejects() -> None:
     offsets, weights = torch.tensor([0, 6]), torch.ones(3, 2)
     out = Guarded((3, 4), torch.float32, CPU)
 
-    def check(text: str, *arguments, **options) -> None:
+    def check(text: str, *arguments, error: type[Exception] = ValueError, **options) -> None:
         options = {"out": out.matrix, **options}
-        rejected(text, lambda: cute_moe.combine(*arguments, **options), out)
+        rejected(text, lambda: cute_moe.combine(*arguments, **options), out, error)
 
     check("packed: expected a dtype of", packed.int(), ids, ids, offsets, weights)
     check("expert_idx: expected 2 dimensions", packed, ids[0], ids, offsets, weights)
     check("slot_idx: expected [T, k]", packed, ids, ids[:, :1].contiguous(), offsets, weights)
     check("topk_weights: expected [T, k] float32", packed, ids, ids, offsets, weights.double())
     check("out: expected [3, 4]", packed, ids, ids, offsets, weights, out=torch.empty(2, 4))
+    for i, name in enumerate(("slot_idx", "expert_offsets", "topk_weights"), start=2):
+        arguments = [packed, ids, ids, offsets, weights]
+        arguments[i] = [0]
+        for target in (None, out.matrix):
+            check(f"{name}: expected a torch.Tensor, got list", *arguments, out=target,
+                  error=TypeError)  # fmt: skip
+    check("out: expected a torch.Tensor, got list", packed, ids, ids, offsets, weights, out=[1],
+          error=TypeError)  # fmt: skip
+    check("out: expected 2 dimensions, got shape []", packed, ids, ids, offsets, weights,
+          out=packed[0, 0])  # fmt: skip
     check("got an overlap with packed", packed, ids, ids, offsets, weights, out=packed[:3])
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+# Texts of errors, and calls that raise them with fake and with real tensors.
+FLAWED = {
+    "expert_idx: expected [5], as token_hidden has 5 rows, got [4]":
+        lambda x: cute_moe.dispatch(x, ints(4), ints(4), ints(3), num_rows=5),
+    "slot_idx: expected [T] int32 or int64, contiguous, 4-byte aligned, on cpu, T = 5":
+        lambda x: cute_moe.dispatch(x, ints(5), ints(4), ints(3), num_rows=5),
+    "out: expected [5, 4] torch.float32":
+        lambda x: cute_moe.dispatch(x, ints(5), ints(5), ints(3), out=x.double()),
+    "token_hidden: expected at most 1073741824 rows of as many bytes":
+        lambda x: cute_moe.dispatch(x.expand(1 << 31, 5, 4)[:, 0], *[ints(3)] * 3, num_rows=5),
+    "out: expected at most 1073741824 rows, got 1073741825":
+        lambda x: cute_moe.dispatch(x[:, :1].byte(), *[ints(5)] * 3,
+                                    out=x.new_empty((1 << 30) + 1, 1, dtype=torch.uint8)),
+    "topk_ids: expected [T, k] int32 or int64":
+        lambda x: cute_moe.moe_dispatch_indices(x, 3),
+    "num_experts: expected 1..4096, got 0":
+        lambda x: cute_moe.moe_dispatch_indices(ints(5, 2), 0),
+    "topk_ids: expected 5 rows on cpu as hidden has, got [6, 2]":
+        lambda x: cute_moe.moe_permute(x, ints(6, 2), 3),
+    "out: expected [10, 4] torch.float32":
+        lambda x: cute_moe.moe_permute(x, ints(5, 2), 3, out=x),
+    "packed: expected a dtype of":
+        lambda x: cute_moe.combine(ints(6, 4), ints(3, 2), ints(3, 2), ints(2), x.new_empty(3, 2)),
+    "topk_weights: expected [T, k] float32":
+        lambda x: cute_moe.combine(x, ints(3, 2), ints(3, 2), ints(2), ints(3, 2)),
+    "out: expected [3, 4] torch.float32":
+        lambda x: cute_moe.combine(x, *[ints(3, 2)] * 2, ints(2), x.new_empty(3, 2), out=x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FLAWED)
+def test_fakes_check_like_the_real_ones(text: str) -> None:
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode, pytest.raises(ValueError, match="^" + re.escape(text)):
+            FLAWED[text](torch.empty(5, 4))
 
 
 def operator_calls():

@@ -9,6 +9,9 @@ from cute_moe.kernels.device.vector import vector_bytes
 from cute_moe.kernels.dispatch.spec import (
     MAX_CHUNK_ITEMS,
     MAX_EXPERTS,
+    MAX_GRID_Y,
+    MAX_IDS,
+    MAX_SIZE,
     SMEM_BYTES,
     WARP,
     CombineSpec,
@@ -65,6 +68,9 @@ def test_combine_splits_columns_of_few_tokens() -> None:
         assert plan.rows >= 1 and plan.lanes * plan.rows <= spec.threads
         assert (plan.lanes * plan.rows) % WARP == 0
         assert plan.extra * plan.lanes < vectors + plan.lanes
+        assert plan.extra == 1 or plan.extra * plan.lanes >= vectors
+    narrow = CombineSpec(1, "float8_e4m3fn", "float32", "int64", "int32", "int32")
+    assert plan_combine(narrow, 1, MAX_SIZE - 1, SMS).extra == MAX_GRID_Y
     assert plan_combine(spec, 32, 7168 * 2, SMS).extra == 7
     assert plan_combine(spec, 4096, 7168 * 2, SMS).extra == 1
 
@@ -75,7 +81,7 @@ def test_combine_splits_columns_of_few_tokens() -> None:
 )
 def test_sort_plans_fit(num_experts: int, vector: int, row_bytes: int) -> None:
     for tokens, top_k in itertools.product(TOKENS, (1, 8, 100, MAX_CHUNK_ITEMS)):
-        if tokens * top_k > 1 << 24:
+        if tokens * top_k > MAX_IDS:
             continue
         plan = plan_sort(tokens, top_k, num_experts, "int64", vector, row_bytes, SMS)
         spec = plan.spec
@@ -84,12 +90,33 @@ def test_sort_plans_fit(num_experts: int, vector: int, row_bytes: int) -> None:
         assert 1 <= plan.chunks <= tokens * (1 if vector else top_k)
         if vector:
             assert -(-tokens // plan.chunks) * top_k <= MAX_CHUNK_ITEMS
+            fewer = max(plan.chunks - 1, 1)
+            assert plan.chunks <= SMS or -(-tokens // fewer) * top_k > MAX_CHUNK_ITEMS
             assert -(-tokens // plan.chunks) * (row_bytes // vector) < plan.parts << 31
             assert plan.parts == 1 or not spec.bulk
         if spec.bulk:
             assert vector == 16 and spec.ring_bytes >= 16 * 1024
         # A CTA that counts everything itself must not have much to count.
         assert spec.alone == (tokens * top_k <= (4096 if vector else 8192))
+
+
+def test_a_raw_write_counts_as_a_change_in_place() -> None:
+    """Autograd must not use a tensor that a kernel, behind torch's back, has overwritten."""
+
+    def run(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.detach().numpy()[:] = x.numpy()
+
+    copy = register("test_raw_copy(Tensor x, Tensor(a!) out) -> ()", run, lambda x, out: None)
+    x, out, weight = torch.ones(3), torch.zeros(3), torch.ones(3, requires_grad=True)
+    product = (weight * out).sum()
+    copy(x, out)
+    assert torch.equal(out, x) and x._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        fresh = torch.zeros(3)
+        copy(x, fresh)
+        assert torch.equal(fresh, x)
 
 
 def test_register_gives_an_operator_for_both_kinds_of_tensors() -> None:

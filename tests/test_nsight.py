@@ -126,6 +126,23 @@ def test_a_table_without_stalls() -> None:
     assert "| time, µs | 12.6 | 47.1 |" in text and "warps wait" not in text
 
 
+def test_a_table_without_a_metric_of_the_launch(tmp_path, capsys) -> None:
+    columns = [column for column in RAW if column[0] != "launch__grid_size"]
+    with pytest.raises(ValueError, match="expected the metric launch__grid_size"):
+        table.table(table.parse(raw_page(columns)))
+    path = tmp_path / "moe.csv"
+    path.write_text(raw_page(columns), encoding="utf-8")
+    assert table.main([str(path)]) == 1
+    assert f"{path}: expected the metric launch__grid_size" in capsys.readouterr().err
+    assert table.main([str(tmp_path / "absent.csv")]) == 1
+    assert "absent.csv" in capsys.readouterr().err
+
+
+def test_a_stall_reason_that_one_launch_lacks_gets_no_row() -> None:
+    text = table.table(table.parse(raw_page(changed(STALL.format("wait"), "inst", "", "0.90"))))
+    assert "long scoreboard" in text and "warps wait: wait" not in text
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "==ERROR== No kernels were profiled.\n", raw_page(launches=()),

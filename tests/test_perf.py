@@ -14,7 +14,7 @@ import pytest
 import race
 import report
 import torch
-from perf_rows import MB, example_rows, make_row
+from perf_rows import MB, FakeGraph, Streams, example_rows, fake_interleave, make_row
 
 from cute_moe import reference
 from cute_moe.host.compile import compile_report
@@ -126,15 +126,25 @@ def test_json_round_trip() -> None:
 
 
 def test_command_line() -> None:
-    args = bench.parse_args(["moe", "--tokens", "1,8", "--json"])
-    assert args.tokens == (1, 8) and args.json == report.RESULTS
+    assert bench.parse_args(["moe", "--tokens", "1,8"]).tokens == (1, 8)
+    args = bench.parse_args(["moe", "--json"])
+    assert args.json == report.RESULTS and args.argv == ["moe", "--json"]
     assert args.peers is None and bench.parse_args(["moe", "--peers", "none"]).peers == ()
     assert bench.parse_args(["all", "--peers", "torch,copy"]).peers == ("torch", "copy")
     assert bench.parse_args(["all"]).modes == tuple(bench.MODES)
     for bad in (["moe", "--tokens", "0"], ["moe", "--tokens", "a"], [], ["other"],
-                ["moe", "--peers", "x"], ["all", "--json", "all.json"]):  # fmt: skip
+                ["moe", "--peers", "x"], ["all", "--json", "all.json"], ["moe", "--replays", "0"],
+                ["moe", "--copies", "0"], ["moe", "--quick", "--json"]):  # fmt: skip
         with pytest.raises(SystemExit):
             bench.parse_args(bad)
+
+
+def test_few_cases_do_not_replace_the_committed_results(tmp_path, capsys) -> None:
+    for few in (["--quick"], ["--tokens", "1"]):
+        with pytest.raises(SystemExit):
+            bench.parse_args(["moe", *few, "--json"])
+        assert "must not overwrite" in capsys.readouterr().err
+        assert bench.parse_args(["moe", *few, "--json", str(tmp_path)]).json == tmp_path
 
 
 @pytest.mark.parametrize("mode", bench.MODES)
@@ -148,6 +158,7 @@ def measured(monkeypatch, tmp_path, row: protocol.Row, *arguments: str) -> tuple
     facts = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 60 * MB, "580")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(race, "SKIPPED", {"other": "a reason of another mode"})
     monkeypatch.setattr(bench, "device_facts", lambda index: facts)
     monkeypatch.setattr(protocol, "limits_of", lambda facts: H200)
     seen = []
@@ -155,6 +166,7 @@ def measured(monkeypatch, tmp_path, row: protocol.Row, *arguments: str) -> tuple
     def measure(options: race.Options, advance: race.Advance) -> list[protocol.Row]:
         seen.append(options)
         advance("a step", 1)
+        race.skip("flashinfer", OSError("no file"))
         return [row, make_row("floor", 12.0)]
 
     monkeypatch.setattr(bench_moe, "measure", measure)
@@ -174,13 +186,17 @@ def test_results_file_and_exit_code(monkeypatch, tmp_path, capsys, us, code) -> 
     assert first.passed is (code == 0) and first.us == us
     meta = content["meta"]
     assert meta["gpu"] == "NVIDIA H200" and meta["commit"] == "abc"
-    assert meta["protocol"]["replays"] == 7 and "24 launches" in meta["protocol"]["text"]
+    settings = meta["protocol"]
+    assert settings["replays"] == 7 and "24 launches" in settings["text"]
+    assert settings["argv"][0] == "moe" and settings["argv"][-6:] == options
+    assert settings["skipped"] == {"flashinfer": "OSError: no file"}
     assert (tmp_path / "moe.svg").exists()
     out = capsys.readouterr().out
     assert "1.250" in out and ("1 FAILED" in out) is (code == 1)
 
 
-def test_one_mode_that_fails_does_not_lose_the_others(monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("part", ["measure", "draw"])
+def test_one_mode_that_fails_does_not_lose_the_others(monkeypatch, tmp_path, capsys, part) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(bench, "device_facts", lambda index: None)
@@ -189,12 +205,18 @@ def test_one_mode_that_fails_does_not_lose_the_others(monkeypatch, capsys) -> No
 
     def measure(mode: str, *_: object) -> list[protocol.Row]:
         done.append(mode)
-        if mode == "moe":
+        if mode == "moe" and part == "measure":
             raise RuntimeError("out of luck")
-        return []
+        return [make_row("empty", 2.0, bytes=0, reuse_bytes=0)]
+
+    def draw(mode: str, rows: list[protocol.Row]) -> str:
+        if mode == "moe" and part == "draw":
+            raise RuntimeError("out of luck")
+        return ""
 
     monkeypatch.setattr(bench, "measure", measure)
-    assert bench.main(["all"]) == 1
+    monkeypatch.setattr(bench.plot, "draw", draw)
+    assert bench.main(["all", "--plot", str(tmp_path)]) == 1
     assert done == list(bench.MODES)
     assert "out of luck" in capsys.readouterr().out
 
@@ -205,25 +227,6 @@ def test_bench_says_why_it_cannot_run(monkeypatch, capsys) -> None:
     assert "cannot measure here" in capsys.readouterr().out
 
 
-class FakeGraph:
-    """A captured graph that replays its launches, or, as on a wrong stream, nothing."""
-
-    def __init__(self, launches, empty: bool) -> None:
-        self.launches = () if empty else launches
-        for launch in launches:
-            launch()
-
-    def replay(self) -> None:
-        for launch in self.launches:
-            launch()
-
-
-def fake_interleave(works, replays):
-    for work in works.values():
-        work()
-    return {name: [24.0 + turn for turn in range(replays)] for name in works}
-
-
 @pytest.mark.parametrize("empty", [False, True])
 def test_an_empty_replay_leaves_the_poison(monkeypatch, empty) -> None:
     out = torch.zeros(3)
@@ -232,6 +235,7 @@ def test_an_empty_replay_leaves_the_poison(monkeypatch, empty) -> None:
         lambda: out.fill_(torch.nan),
         lambda: protocol.OK if bool((out == 1.0).all()) else "wrong",
     )
+    Streams(monkeypatch)
     monkeypatch.setattr(race, "capture", lambda launches: FakeGraph(launches, empty))
     monkeypatch.setattr(protocol, "interleave", fake_interleave)
     assert race.race({"a": contestant}, 3)["a"].check == ("wrong" if empty else "ok")
@@ -239,8 +243,11 @@ def test_an_empty_replay_leaves_the_poison(monkeypatch, empty) -> None:
 
 def test_a_peer_that_cannot_be_captured_is_skipped(monkeypatch, capsys) -> None:
     def capture(launches):
-        launches[0]()
-        return FakeGraph(launches, empty=False)
+        streams.seen = [streams.current]
+        streams.current = "capture"
+        graph = FakeGraph(launches, empty=False)
+        streams.current = streams.seen[0]
+        return graph
 
     def broken() -> None:
         raise RuntimeError("no compiler")
@@ -249,10 +256,17 @@ def test_a_peer_that_cannot_be_captured_is_skipped(monkeypatch, capsys) -> None:
     monkeypatch.setattr(protocol, "interleave", fake_interleave)
     good = race.Contestant([lambda: None], lambda: None, lambda: protocol.OK)
     bad = race.Contestant([broken], lambda: None, lambda: protocol.OK)
-    assert set(race.race({"cute_moe": good, "torch_compile": bad}, 2)) == {"cute_moe"}
-    assert "torch_compile: skipped, RuntimeError: no compiler" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match="no compiler"):
-        race.race({"cute_moe": bad}, 2)
+    monkeypatch.setattr(race, "SKIPPED", {})
+    streams = Streams(monkeypatch)
+    for _ in range(2):
+        streams.current = "before"
+        assert set(race.race({"torch_compile": bad, "cute_moe": good}, 2)) == {"cute_moe"}
+        assert streams.seen == ["before"] and streams.current == "before"
+    assert capsys.readouterr().out == "torch_compile: skipped, RuntimeError: no compiler\n"
+    assert race.SKIPPED == {"torch_compile": "RuntimeError: no compiler"}
+    for ours in ("cute_moe", "cute_moe_bf16", "cute_moe_programmatic", "floor", "copy"):
+        with pytest.raises(RuntimeError, match="no compiler"):
+            race.race({ours: bad}, 2)
 
 
 def test_contestants_take_turns_on_a_clean_cache(monkeypatch) -> None:
@@ -274,13 +288,37 @@ def test_contestants_take_turns_on_a_clean_cache(monkeypatch) -> None:
     monkeypatch.setattr(protocol, "l2_cleaner", lambda: lambda: log.append("clean"))
     works = {name: functools.partial(log.append, name) for name in "ab"}
     times = protocol.interleave(works, 2)
-    turn = ["clean", "event", "a", "event", "clean", "event", "b", "event"]
-    assert log == turn * (protocol.WARM_UP_REPLAYS + 2) + ["wait"]
-    first = 4 * protocol.WARM_UP_REPLAYS + 2  # number of a's end event in the first timed turn
+    a, b = (["clean", "event", name, "event"] for name in "ab")
+    turns = [a + b, b + a] * protocol.REPLAYS
+    assert log == sum(turns[: protocol.WARM_UP_REPLAYS + 2], []) + ["wait"]
+    # Numbers of the end events: the first timed turn is odd, so b comes first in it.
+    first = 4 * protocol.WARM_UP_REPLAYS + 2
     assert times == {
-        "a": pytest.approx([first, first + 4]),
-        "b": pytest.approx([first + 2, first + 6]),
+        "a": pytest.approx([first + 2, first + 4]),
+        "b": pytest.approx([first, first + 6]),
     }
+
+
+def test_every_contestant_starts_turns() -> None:
+    orders = list(protocol.turns("abc", 4))
+    assert len(orders) == protocol.WARM_UP_REPLAYS + 4
+    assert orders[:4] == [list("abc"), list("bca"), list("cab"), list("abc")]
+
+
+def test_eager_calls_take_turns(monkeypatch) -> None:
+    log, clock = [], itertools.count()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(protocol.time, "perf_counter", lambda: next(clock) * 6e-6)
+    good = {
+        name: race.Contestant([functools.partial(log.append, name)] * count,
+                              functools.partial(log.append, "poison"), lambda: protocol.OK)
+        for name, count in (("a", 2), ("b", 3))
+    }  # fmt: skip
+    results = race.eager(good, 1)
+    assert log[:2] == ["poison"] * 2
+    assert "".join(log[2:]) == "aabbbbbbaa" * 3
+    assert results["a"] == race.Result([pytest.approx(3.0)], "ok")
+    assert results["b"] == race.Result([pytest.approx(2.0)], "ok")
 
 
 def test_rows_of_a_run_have_the_ratio_of_each_turn() -> None:
@@ -330,6 +368,6 @@ def test_a_cold_row_must_be_cold(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     lists = [list(range(8))] * protocol.LAUNCHES
     for copies, check in ((1, "not cold: 23 MB between two uses"), (protocol.COPIES, "ok")):
-        case = bench_moe.Case(1, "uniform", [], [], lists, [], copies)
+        case = bench_moe.Case(1, "uniform", [], [], lists, [], [], copies)
         (row,) = bench_moe.case_rows(case, {"cute_moe": race.Result([2.0], "ok")}, "cold")
         assert row.check == check and row.experts == 8.0 and row.bytes == 24 * MB

@@ -31,6 +31,24 @@ def test_contestants_are_right_and_checks_can_fail(name: str, monkeypatch) -> No
         assert contestant.check() == protocol.OK
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_every_result_is_checked(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(bench_dispatch, "DEVICE", "cpu")
+    entries = SMALL[name](Options(peers=("torch",)))
+    for call in entries.calls.values():
+        results = call()
+        contestant = bench_dispatch.contestant(
+            lambda results=results: results, entries.want, 1, entries.tolerance
+        )
+        contestant.launches[0]()
+        for result in results if isinstance(results, tuple) else (results,):
+            right = result.clone()
+            result.view(torch.uint8).fill_(bench_dispatch.POISON)
+            assert contestant.check() == "wrong result"
+            result.copy_(right)
+            assert contestant.check() == protocol.OK
+
+
 def test_copy_moves_the_bytes_of_the_case(monkeypatch) -> None:
     monkeypatch.setattr(bench_dispatch, "DEVICE", "cpu")
     contestant = bench_dispatch.copy_contestant(1000, 2)

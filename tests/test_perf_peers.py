@@ -13,6 +13,7 @@ import bench_moe
 import peers
 import protocol
 import pytest
+import race
 import torch
 from moe_cases import E, K, N
 from race import Contestant, Options, Result
@@ -42,8 +43,7 @@ def test_plain_torch_is_the_layer(weights, tokens) -> None:
     out = torch.full_like(x, torch.nan)
     assert peer.call(x, logits, *peer.copies[0], out) is out
     error = reference.relative_error(out, reference.moe_fp32(x, logits, *weights, protocol.TOP_K))
-    assert error < 0.02
-    assert reference.relative_error(out, reference.moe_block_fp8(x, logits, *weights, 8)) < 0.075
+    assert peer.unquantised and error < peer.max_error
 
 
 def without_modules(monkeypatch, *names: str) -> None:
@@ -52,21 +52,23 @@ def without_modules(monkeypatch, *names: str) -> None:
 
     def importing(name: str, *arguments: object, **options: object) -> object:
         if name.partition(".")[0] in names:
-            raise ImportError(f"No module named {name!r}")
+            raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", importing)
 
 
-def test_peers_that_are_not_there_say_why(monkeypatch, capsys) -> None:
+def test_peers_that_are_not_there_say_why(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.delenv(peers.FLASHINFER_SO, raising=False)
+    monkeypatch.setattr(peers, "LIBRARY", tmp_path / "mono_moe.so")
     without_modules(monkeypatch, "flashinfer", "vllm", "sglang")
     assert list(peers.find_peers(Options(), [])) == ["torch"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "flashinfer", "vllm_triton", "sglang_triton",
     ]  # fmt: skip
-    assert lines[0] == "flashinfer: skipped, No module named 'flashinfer.jit.monomoe'"
+    reason = "ModuleNotFoundError: No module named 'flashinfer.jit.monomoe'"
+    assert lines[0] == f"flashinfer: skipped, {reason}" and race.SKIPPED["flashinfer"] == reason
     assert peers.find_peers(Options(peers=()), []) == {}
     assert capsys.readouterr().out == ""
 
@@ -83,7 +85,21 @@ def test_versions_of_the_peers(monkeypatch, tmp_path) -> None:
     (tmp_path / "x.txt").write_text("wheel, nvcc\n")
     assert peers.versions()[peers.FLASHINFER_SO] == "wheel, nvcc"
     monkeypatch.delenv(peers.FLASHINFER_SO)
-    assert peers.FLASHINFER_SO not in peers.versions()
+    monkeypatch.setattr(peers, "LIBRARY", tmp_path / "x.so")
+    assert peers.FLASHINFER_SO not in peers.versions(), "the note alone is no library"
+    (tmp_path / "x.so").touch()
+    assert peers.library() == tmp_path / "x.so"
+    assert peers.versions()[peers.FLASHINFER_SO] == "wheel, nvcc"
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, KeyError])
+def test_an_adapter_that_fails_costs_its_peer_only(monkeypatch, capsys, error) -> None:
+    def adapter(copies: object) -> peers.Peer:
+        raise error("another signature")
+
+    monkeypatch.setattr(peers, "ADAPTERS", {"other": adapter, "torch": peers.plain_torch})
+    assert list(peers.find_peers(Options(), [])) == ["torch"]
+    assert capsys.readouterr().out.startswith(f"other: skipped, {error.__name__}: ")
 
 
 def test_flashinfer_gets_its_own_layout(monkeypatch, weights) -> None:
@@ -105,12 +121,11 @@ def test_flashinfer_gets_its_own_layout(monkeypatch, weights) -> None:
 def test_a_contestant_checks_what_the_peer_returned(weights) -> None:
     x, logits = inputs(2)
     want = reference.moe_block_fp8(x, logits, *weights, protocol.TOP_K)
-    case = bench_moe.Case(2, "uniform", [x], [logits], [[0]], [want], copies=1)
+    case = bench_moe.Case(2, "uniform", [x], [logits], [[0]], [want], [3 * want], copies=1)
 
-    def layer(factor: float) -> Contestant:
-        return bench_moe.layer_contestant(
-            case, peers.Peer(lambda *tensors: want * factor, [weights], max_error=0.01)
-        )
+    def layer(factor: float, unquantised: bool = False) -> Contestant:
+        peer = peers.Peer(lambda *tensors: want * factor, [weights], 0.01, unquantised)
+        return bench_moe.layer_contestant(case, peer)
 
     for factor, check in ((1.0, "ok"), (2.0, "1 of 1 wrong, error 1")):
         contestant = layer(factor)
@@ -118,6 +133,10 @@ def test_a_contestant_checks_what_the_peer_returned(weights) -> None:
         assert contestant.check().startswith(check)
     contestant.poison()
     assert contestant.check() == "1 of 1 wrong, error nan"
+    for factor, passed in ((1.0, False), (3.0, True)):
+        contestant = layer(factor, unquantised=True)
+        contestant.launches[0]()
+        assert (contestant.check() == "ok") is passed
 
 
 def test_call_times_are_per_call(monkeypatch) -> None:

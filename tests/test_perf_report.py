@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
+import bench
 import compare
 import plot
 import protocol
@@ -14,6 +15,7 @@ from perf_rows import MB, example_rows, make_row
 
 SVG = "{http://www.w3.org/2000/svg}"
 META = {"gpu": "G", "clocks": "1980 MHz, 3201 MHz", "driver": "5", "commit": "abc", "date": "D"}
+CONTEXT_CASES = {"empty kernel", "device copy, bytes read and written"}
 FILES = sorted((report.ROOT / "perf" / "results").rglob("*.json"))
 
 
@@ -136,7 +138,7 @@ def test_plot() -> None:
 def test_logarithmic_plot() -> None:
     svg = plot.draw("dispatch", dispatch_rows())
     assert {"10", "100", "copy", "cute_moe"} <= set(texts(svg))
-    assert "torch: 5 to 5 x floor" in texts(svg)
+    assert "torch: 5 to 5 x copy" in texts(svg)
     root = ElementTree.fromstring(svg)
     assert [line.get("stroke") for line in root.iter(f"{SVG}polyline")] == [plot.colour_of("copy")]
     assert {dot.get("fill") for dot in root.iter(f"{SVG}circle")} == {plot.colour_of("cute_moe")}
@@ -159,6 +161,20 @@ def test_compare(tmp_path, capsys) -> None:
     assert compare.main([same, str(tmp_path / "host.json")]) == 2
 
 
+def test_compare_counts_rows_without_a_partner(tmp_path, capsys) -> None:
+    rows = example_rows()
+    few = [row for row in rows if row.contestant != "floor" and row.cache != "warm"]
+    assert compare.alone(rows, few) == "2 (cute_moe 1, floor 1)"
+    assert compare.alone(rows[:1], rows) == "0"
+    write(tmp_path, "all", rows)
+    write(tmp_path, "few", rows[:2])
+    full, few = [str(tmp_path / name) for name in ("all.json", "few.json")]
+    assert compare.main([full, few]) == 0
+    out = capsys.readouterr().out.replace("\n", "")
+    assert f"rows only in {full}: 3 (cute_moe 2, empty 1)" in out
+    assert f"rows only in {few}: 0" in out and "ratio to floor" in out
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_committed_results(path) -> None:
     content = report.read(path)
@@ -170,6 +186,52 @@ def test_committed_results(path) -> None:
         assert row.us > 0 and row.spread_us[0] <= row.us <= row.spread_us[1]
         assert row.bytes >= 0 and isinstance(row.experts, (int, float))
     assert json.loads(protocol.to_text(content)) == content
+
+
+def missing(mode: str, rows: list[protocol.Row]) -> list[str]:
+    """What a complete results file would have besides: contestants, and ratios to the base."""
+    names = {row.contestant for row in rows}
+    needed = {"moe": {"cute_moe", "floor", "flashinfer"}, "dispatch": {"cute_moe", "copy", "torch"},
+              "argmin": {"cute_moe", "floor", "torch"}, "host": {"cute_moe"}}[mode]  # fmt: skip
+    lacking = [f"no {name}" for name in sorted(needed - names)]
+    if mode == "moe":
+        keys = [(m, None, routing, "cold") for routing in protocol.ROUTINGS for m in range(1, 9)]
+        for name in sorted(needed & names):
+            lacking += [f"no {name} {key}" for key in keys if report.find(rows, name, key) is None]
+    if mode != "host":
+        base = protocol.base_of(names)
+        others = [row for row in rows if row.cache != "eager" and row.contestant != base]
+        lacking += [
+            f"no ratio: {row}"
+            for row in others
+            if row.of_floor is None and row.case not in CONTEXT_CASES
+        ]
+    return lacking
+
+
+def test_what_a_results_file_may_lack() -> None:
+    rows = [
+        make_row(name, 12.0, m, routing=routing, of_floor=None if name == "floor" else 1.2)
+        for name in ("floor", "cute_moe", "flashinfer")
+        for routing in protocol.ROUTINGS
+        for m in range(1, 9)
+    ]
+    assert missing("moe", rows) == []
+    assert missing("moe", rows[1:]) == ["no floor (1, None, 'uniform', 'cold')"]
+    assert missing("moe", [row for row in rows if row.contestant != "floor"])[0] == "no floor"
+    (text,) = missing("moe", [*rows, make_row("torch", 90.0)])
+    assert text.startswith("no ratio: Row(op='moe', contestant='torch'")
+    assert missing("dispatch", dispatch_rows()) == []
+    assert missing("host", []) == ["no cute_moe"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_committed_results_are_complete(path) -> None:
+    settings = report.read(path)["meta"]["protocol"]
+    if "text" not in settings:
+        pytest.skip("written before the protocol of today")
+    assert path.stem in bench.MODES and not settings["quick"]
+    assert missing(path.stem, report.read_rows(path)) == []
 
 
 def test_readme_and_plots_are_what_the_results_say() -> None:

@@ -241,7 +241,7 @@ class Recorder:
         return {"floor": SimpleNamespace(times=[3.0, 4.0, 5.0], check=self.floor_check)}
 
 
-POOL = SimpleNamespace(copies=[("a", "b", "c", "d"), ("e", "f", "g", "h")], grid=1)
+POOL = SimpleNamespace(copies=[("a", "b", "c", "d"), ("e", "f", "g", "h")], grid=132)
 
 
 def test_collect_takes_the_median_launch_and_its_floor(monkeypatch) -> None:
@@ -250,7 +250,7 @@ def test_collect_takes_the_median_launch_and_its_floor(monkeypatch) -> None:
     assert trace.array.tolist() == [[ORIGIN, ORIGIN + 500]]
     assert trace.floor_us == 4.0 and fake.floor_lists == [[2, 3]] * 3
     assert trace.title == "M = 2, 2 experts, cold L2"
-    assert fake.spec.grid == 1 and [call[2] for call in fake.calls] == ["a", "e", "a"]
+    assert fake.spec.grid == 132 and [call[2] for call in fake.calls] == ["a", "e", "a"]
 
 
 @pytest.mark.parametrize(

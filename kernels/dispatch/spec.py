@@ -5,6 +5,9 @@ Rows are moved as vectors of `vector` bytes (1, 2, 4, 8 or 16); dtypes go by tor
 
 from dataclasses import dataclass
 
+MAX_SIZE = 1 << 30  # tokens, rows, and bytes of a row: with room for a step in 32 bits
+MAX_IDS = 1 << 24  # tokens * top_k of a sort
+MAX_GRID_Y = 65535
 WARP = 32
 LINE = 128
 MAX_EXPERTS = 4096
@@ -161,7 +164,7 @@ def plan_combine(spec: CombineSpec, tokens: int, row_bytes: int, sm_count: int) 
     parts = 1
     if tokens < 4 * sm_count * rows:
         lanes = min(lanes, 128)
-        rows, parts = 128 // lanes, -(-vectors // lanes)
+        rows, parts = 128 // lanes, min(-(-vectors // lanes), MAX_GRID_Y)
     return RowPlan(lanes, rows, parts)
 
 
@@ -179,7 +182,10 @@ def plan_sort(
     tokens: int, top_k: int, num_experts: int, id_dtype: str, vector: int, row_bytes: int,
     sm_count: int,
 ) -> SortPlan:  # fmt: skip
-    """Variant and grid for tokens * top_k >= 1 ids; `vector` 0: there are no rows to copy."""
+    """Variant and grid for 1 .. MAX_IDS ids, tokens * top_k; `vector` 0: there are no rows to copy.
+
+    With rows, top_k is at most MAX_CHUNK_ITEMS.
+    """
     items = tokens * top_k
     capacity = max(64, 1 << (num_experts - 1).bit_length())
     alone = items <= (ALONE_ITEMS // 2 if vector else ALONE_ITEMS)
@@ -189,9 +195,7 @@ def plan_sort(
         spec = SortSpec(capacity, id_dtype, alone, threads)
         return SortPlan(spec, min(chunks, items), 1)
     bulk = not alone and vector == 16 and row_bytes >= 1024
-    chunks = max(min(tokens, sm_count), -(-items // MAX_CHUNK_ITEMS))
-    while -(-tokens // chunks) * top_k > MAX_CHUNK_ITEMS:
-        chunks += 1
+    chunks = max(min(tokens, sm_count), -(-tokens // (MAX_CHUNK_ITEMS // top_k)))
     vectors = row_bytes // vector
     parts = max(1, min(sm_count // chunks, vectors // WARP))
     # A CTA numbers its vectors in 32 bits.

@@ -128,6 +128,7 @@ def table(launches: Sequence[Launch]) -> str:
     """Markdown: a row per quantity, a column per M; quantities that were not measured are absent.
 
     The reasons why warps waited follow, the largest first, and a line on what all launches share.
+    Raises ValueError without the metrics of that line.
     """
     lines = ["| M | " + " | ".join(str(launch.tokens) for launch in launches) + " |"]
     lines.append("|---|" + "---:|" * len(launches))
@@ -138,7 +139,8 @@ def table(launches: Sequence[Launch]) -> str:
             continue
         lines.append(f"| {quantity.name} | " + " | ".join(cells) + " |")
     shares = [stall_shares(launch) for launch in launches]
-    largest = {name: max(share[name] for share in shares) for name in shares[0]}
+    names = [name for name in shares[0] if all(name in share for share in shares)]
+    largest = {name: max(share[name] for share in shares) for name in names}
     for name in sorted(largest, key=lambda name: -largest[name]):
         if largest[name] >= LEAST_STALL:
             label = "warps issue" if name == ISSUED else f"warps wait: {name.replace('_', ' ')}"
@@ -148,8 +150,16 @@ def table(launches: Sequence[Launch]) -> str:
 
 
 def launch_line(launch: Launch) -> str:
-    """Grid, registers, shared memory and occupancy, as a sentence."""
-    get = launch.metrics.__getitem__
+    """Grid, registers, shared memory and occupancy, as a sentence.
+
+    Raises ValueError for a metric that is not there.
+    """
+
+    def get(name: str) -> float:
+        if name not in launch.metrics:
+            raise ValueError(f"expected the metric {name} of ncu.sh's sections, got none")
+        return launch.metrics[name]
+
     return (
         f"{get('launch__grid_size'):.0f} CTAs of {get('launch__block_size'):.0f} threads; "
         f"{get('launch__registers_per_thread'):.0f} registers a thread at launch, "
@@ -165,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         print(table(parse(Path(argv[0]).read_text(encoding="utf-8"))), end="")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return 1
     return 0

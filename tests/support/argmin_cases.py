@@ -17,6 +17,23 @@ SPECIAL = (
 NAN, INFINITY, REST = slice(0, 4), slice(4, 6), slice(6, None)
 KINDS = ("normal", "ties", "special", "no nan", "one value", "zeros", "rare nan", "infinities")
 
+# Shapes and dimensions: with the kinds of kernel that they use and whether CTAs share reductions.
+GEOMETRIES = {
+    ((4, 102400), 1): ("rows", True),
+    ((3, 70001), 1): ("rows", True),
+    ((20000, 67), 1): ("rows", False),
+    ((3, 50), None): ("rows", False),
+    ((3, 999, 405), 1): ("columns", False),
+    ((30000, 129), 0): ("columns", True),
+    ((90000, 3), 0): ("columns", True),
+    ((5, 333, 1024), 1): ("columns", False),
+    ((500, 6, 10), 1): ("columns", False),
+    ((5000, 4095), 0): ("stream", True),
+    ((300, 20, 4095), 1): ("stream", False),
+    ((20, 300, 9001), 1): ("stream", True),
+    ((2, 6000, 1025), 1): ("stream", True),
+}
+
 
 def make_values(shape, dtype: torch.dtype, kind: str, device: str = "cpu") -> torch.Tensor:
     """A contiguous tensor of that shape, drawn from torch's global random state."""
@@ -72,6 +89,13 @@ def random_shape(limit: int) -> tuple[int, ...]:
         shape = tuple(_random_size() for _ in range(rank))
         if math.prod(shape) <= limit:
             return shape
+
+
+def stream_shape(itemsize: int) -> tuple[int, int, int]:
+    """[outer, reduce, inner] of 16 to 64 MB with rows of at least 2 KB, mostly of odd sizes."""
+    outer, inner = random.choice([1, 2, 3, 17]), random.randint(2048 // itemsize, 20_000)
+    nbytes = 2 ** random.uniform(24, 26)
+    return outer, math.ceil(nbytes / (outer * inner * itemsize)), inner
 
 
 def _random_size() -> int:

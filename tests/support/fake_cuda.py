@@ -63,10 +63,12 @@ def fake_int32(
     index: int = 0,
     address: int = 1 << 20,
     type_code: int = 0,
+    bits: int = 32,
 ) -> tvm_ffi.Tensor:
-    """A 32-bit tensor at `address` of cuda:`index`, contiguous unless `strides` (elements) says so.
+    """A tensor at `address` of cuda:`index`, contiguous unless `strides` (elements) says so.
 
-    `type_code` 0 is int, 1 unsigned int, 2 float, as in DLPack. Nothing may read its data.
+    `type_code` 0 is int, 1 unsigned int, 2 float, as in DLPack, with so many `bits`. Nothing may
+    read its data.
     """
     if strides is None:
         strides = [1] * len(shape)
@@ -74,7 +76,7 @@ def fake_int32(
             strides[dim] = strides[dim + 1] * shape[dim + 1]
     rank = len(shape)
     sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
-    dtype = _DataType(type_code, 32, 1)
+    dtype = _DataType(type_code, bits, 1)
     tensor = _Tensor(address, _Device(_CUDA, index), rank, dtype, sizes, steps, 0)
     managed = _Managed(tensor, None, None)
     _OWNED.append((managed, sizes, steps))

@@ -1,6 +1,10 @@
-"""Rows of the benchmark for the tests of its arithmetic and its report."""
+"""Rows of the benchmark, and what stands for CUDA graphs and streams in tests without a GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
 
 import protocol
+import pytest
+import torch
 
 MB = 1 << 20
 
@@ -23,3 +27,37 @@ def example_rows() -> list[protocol.Row]:
         make_row("cute_moe", 25.0, cache="eager"),
         make_row("empty", 2.0, None, **case),
     ]
+
+
+class Streams:
+    """torch's current stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.seen = "before", []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", self.set)
+
+    def set(self, stream: str) -> None:
+        self.current = stream
+
+
+class FakeGraph:
+    """A captured graph that replays its launches, or, as on a wrong stream, nothing."""
+
+    def __init__(self, launches: Sequence[Callable[[], object]], empty: bool = False) -> None:
+        self.launches = () if empty else launches
+        for launch in launches:
+            launch()
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+def fake_interleave(
+    works: Mapping[str, Callable[[], object]], replays: int
+) -> dict[str, list[float]]:
+    """Runs each once; the times are 24, 25, ... µs."""
+    for work in works.values():
+        work()
+    return {name: [24.0 + turn for turn in range(replays)] for name in works}

@@ -16,8 +16,7 @@ BLOCK = 128  # features that share one scale
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-10  # keeps 1/scale finite for all-zero and denormal blocks
-SIGMOID_SUM_FLOOR = 2.0**-126
-SMALLEST_SIGMOID = 2.0**-126  # a smaller sigmoid is no normal fp32 number and counts as zero
+SMALLEST_SIGMOID = 2.0**-126  # a smaller one is no normal fp32 number and counts as zero
 SCORING_FUNCS = ("softmax", "sigmoid")
 
 ExpertMlp = Callable[[int, torch.Tensor], torch.Tensor]
@@ -55,7 +54,7 @@ def route(
     weights = torch.sigmoid(logits).gather(1, ids)
     weights = torch.where(weights < SMALLEST_SIGMOID, 0.0, weights)
     if renormalize:
-        weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(SIGMOID_SUM_FLOOR)
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(SMALLEST_SIGMOID)
     return ids, weights
 
 

@@ -20,7 +20,7 @@ def record(
 
     calls: the six inputs of `mono_moe` and an output, each; options are those of `spec`.
     stamps: int64 [calls, grid, events] on the CPU, ns of the global timer; 0 = did not happen.
-    The stores of the stamps are part of what is measured (less than 0.1 us a launch).
+    The stores of the stamps are part of what is measured.
     """
     from cute_moe.kernels.moe.kernel import build
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import protocol as p
 import torch
 from floor import stream_contestant
-from race import Advance, Contestant, Options, race, rows
+from race import Advance, Contestant, Options, each, race, rows
 
 import cute_moe
 from cute_moe.host.device import device_facts
@@ -93,10 +93,7 @@ def measure(options: Options, advance: Advance) -> list[p.Row]:
     torch.manual_seed(0)
     l2 = device_facts(torch.cuda.current_device()).l2_bytes
     measured = []
-    cases = [case for case in CASES if case.quick or not options.quick]
-    for case in cases:
-        advance(case.name, len(cases))
-        torch.cuda.empty_cache()
+    for case in each(CASES, options, advance):
         first = torch.randn(case.shape, device="cuda", dtype=case.dtype)
         count = p.COLD_FACTOR * l2 // first.nbytes + 2
         others = [torch.randn_like(first) for _ in range(count - 1)] if count > 2 else []

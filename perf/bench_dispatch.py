@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import protocol as p
 import torch
-from race import Advance, Contestant, Options, race, rows
+from race import Advance, Contestant, Options, each, race, rows
 
 import cute_moe
 from cute_moe import dispatch_reference as reference
@@ -203,10 +203,7 @@ def measure(options: Options, advance: Advance) -> list[p.Row]:
     torch.manual_seed(0)
     l2 = device_facts(torch.cuda.current_device()).l2_bytes
     measured = []
-    cases = [case for case in CASES if case.quick or not options.quick]
-    for case in cases:
-        advance(case.name, len(cases))
-        torch.cuda.empty_cache()
+    for case in each(CASES, options, advance):
         entries = case.make(options)
         cold = entries.nbytes > p.COLD_FACTOR * l2
         launches = max(1, COLD_BYTES // entries.nbytes) if cold else WARM_LAUNCHES

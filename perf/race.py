@@ -8,8 +8,9 @@ for remarks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import protocol as p
 import torch
@@ -43,6 +44,25 @@ class Options:
     def wants(self, peer: str) -> bool:
         """Whether a peer of that name is to take part."""
         return self.peers is None or peer in self.peers
+
+
+class Named(Protocol):
+    """A case that modes with a list of them measure; `quick` ones take part in a quick run."""
+
+    name: str
+    quick: bool
+
+
+Case = TypeVar("Case", bound=Named)
+
+
+def each(cases: Sequence[Case], options: Options, advance: Advance) -> Iterator[Case]:
+    """The cases to measure, each announced and without what the last one left in torch's cache."""
+    chosen = [case for case in cases if case.quick or not options.quick]
+    for case in chosen:
+        advance(case.name, len(chosen))
+        torch.cuda.empty_cache()
+        yield case
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,7 @@
 # --clock-control none  the clocks of real use and of the benchmark; ncu would lock the base clock.
 # --nvtx-include        the driver's ranges: the last launch of each M, after warm-up launches.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-out=build/nsight
-if [[ $# -gt 0 && $1 != -* ]]; then
-  out=$1
-  shift
-fi
-python=${PYTHON:-python3}
+. "$(dirname "$0")/common.sh"
 ncu=${NCU:-ncu}
 if ! command -v "$ncu" >/dev/null; then
   echo "$ncu: not found; it comes with the CUDA toolkit (NCU=/path/to/ncu names another one)" >&2

@@ -3,13 +3,7 @@
 #   perf/nsight/nsys.sh [DIR] [driver options, such as --tokens 1,8]   (PYTHON=, NSYS=: programs)
 # Writes DIR/moe.nsys-rep for the GUI and prints the time per kernel and per range.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
-out=build/nsight
-if [[ $# -gt 0 && $1 != -* ]]; then
-  out=$1
-  shift
-fi
-python=${PYTHON:-python3}
+. "$(dirname "$0")/common.sh"
 nsys=${NSYS:-nsys}
 if ! command -v "$nsys" >/dev/null; then
   echo "$nsys: not found. Nsight Systems is a package of its own beside the CUDA toolkit" \

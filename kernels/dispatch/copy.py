@@ -130,7 +130,14 @@ def copy_by_ring(
     while begin < total:
         stop = cutlass.min(begin + ring.stages, total)
         if begin > 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            # A short last burst starts while the stores from other stages still run.
+            others = ring.stages - (stop - begin)
+            if others >= 8:
+                cute.arch.cp_async_bulk_wait_group(8, read=True)
+            elif others >= 4:
+                cute.arch.cp_async_bulk_wait_group(4, read=True)
+            else:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
             fill(ring, src, first, begin, stop)
         for number in cutlass.range(begin, stop, unroll=1):
             token, offset, nbytes = piece_of(ring, number, src.shape[1])

@@ -42,6 +42,7 @@ PANELS = (
             Phase("first_copy", "routes its first unit", "#94a3b8"),
             Phase("up_issued", "issues up weights", "#2563eb"),
             Phase("down_issued", "issues down weights", "#38bdf8"),
+            Phase("landed", "waits for the last", "#bae6fd"),
         ),
     ),
     Panel(

@@ -1,8 +1,9 @@
 """Every interleaving of the h slots in one CTA: chunk c lies in slot c mod SLOTS, twice used.
 
-Loaders stage their row of every chunk in order and arrive on the chunk; from chunk SLOTS on they
-wait first for the one release of their slot. Two consumers take the groups in turn, one chunk
-each here: wait until all loaders have arrived, read every row, release the slot.
+Loaders stage their row of every chunk in order, one or two at a time, and arrive on the chunks;
+from chunk SLOTS on they wait first for the one release of every slot. Two consumers take the
+groups in turn, one chunk each here: wait until all loaders have arrived, read every row, release
+the slot.
 """
 
 from collections.abc import Iterable
@@ -35,20 +36,29 @@ def put(values: tuple, index: int, value: object) -> tuple:
 
 
 def loader(rules: Rules, number: int, chunks: int) -> Process:
-    """Local state: (next chunk, whether its row is stored)."""
+    """Local state: (next chunk, end of those taken together, whether their rows are stored).
+
+    It takes one or two chunks at a time, whichever have turned up.
+    """
 
     def step(shared: Shared, state: tuple) -> Iterable[tuple[Shared, object]]:
         rows, arrived, freed = shared
-        chunk, stored = state
-        slot = chunk % SLOTS
-        if stored:
+        chunk, end, stored = state
+        if chunk == end:
+            for count in (1, 2):
+                if chunk + count <= chunks:
+                    yield shared, (chunk, chunk + count, False)
+        elif stored:
             after = rows, put(arrived, chunk, arrived[chunk] + 1), freed
-            yield after, (chunk + 1, False) if chunk + 1 < chunks else DONE
-        elif chunk < SLOTS or freed[slot] == 1 or not rules.waits_for_free:
-            row = put(rows[slot], number, chunk)
-            yield (put(rows, slot, row), arrived, freed), (chunk, True)
+            yield after, (chunk + 1, end, chunk + 1 < end) if chunk + 1 < chunks else DONE
+        elif not rules.waits_for_free or all(
+            c < SLOTS or freed[c % SLOTS] == 1 for c in range(chunk, end)
+        ):
+            for c in range(chunk, end):
+                rows = put(rows, c % SLOTS, put(rows[c % SLOTS], number, c))
+            yield (rows, arrived, freed), (chunk, end, True)
 
-    return Process(f"loader {number}", (0, False), step)
+    return Process(f"loader {number}", (0, 0, False), step)
 
 
 def consumer(rules: Rules, half: int, chunks: int) -> Process:

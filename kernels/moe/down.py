@@ -9,11 +9,35 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu.warpgroup import OperandSource
 
 from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp
-from cute_moe.kernels.moe.spec import DOWN_COLS, MAX_CHUNKS, PAIRS
+from cute_moe.kernels.moe.spec import DOWN_COLS, MAX_CHUNKS, PAIRS, STAGE_BYTES
 from cute_moe.kernels.moe.up import accumulators, block_sum, issue, skip_stages, tiled_mma
+
+
+@cute.jit
+def load_weights(stage: Int32, tid: Int32, a: cute.Tensor, shared: Shared):
+    """Read a group's weights, the two stages from `stage` on, to the registers of a warpgroup.
+
+    a: fragment ((4, 2, 2), 1, N / 32) e4m3. The stages hold [expert][2][N/128][8 columns][128].
+    """
+    words = cute.recast_tensor(a, Int32)
+    lane = tid & 31
+    column = lane & 7
+    first = shared.ring + stage * STAGE_BYTES + (tid >> 5) * (STAGE_BYTES // 2)
+    first = first + ((lane >> 3) & 1) * (STAGE_BYTES // 4) + column * 128
+    for k in cutlass.range_constexpr(cute.size(words) // 4):
+        chunk16 = 2 * (k % 4) + (lane >> 4)
+        source = first + k // 4 * 1024 + ((chunk16 ^ column) << 4)
+        w = cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+            write_only_types=[Int32] * 4,
+            read_only_args=[source.toint()],
+        )
+        for i in cutlass.range_constexpr(4):
+            words[4 * k + i] = w[i]
 
 
 @cute.jit
@@ -34,7 +58,7 @@ def down_chunk(chunk: Int32, tid: Int32, own: Int32, group: Int32, operands, sha
     total = cute.make_rmem_tensor(4, Float32)
     total.fill(0.0)
     # Two terms need twice the accumulators, hence half of the blocks at a time.
-    each = cutlass.const_expr(blocks // spec.terms)
+    each = cutlass.const_expr(len(accs) // 4)
     for first in cutlass.range_constexpr(0, blocks, each):
         issue(mma, accs, a, 4 * first, b[None, None, None, chunk % spec.h_slots], Int32(4 * first))
         scale = cute.make_rmem_tensor((2, each), Float32)
@@ -59,10 +83,14 @@ def down_chunk(chunk: Int32, tid: Int32, own: Int32, group: Int32, operands, sha
 def down_group(
     group: Int32, columns: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr
 ):
-    """All chunks of one group of four experts, for each own column block; the step after it."""
-    mma = tiled_mma(spec)
+    """All chunks of one group of four experts, for each own column block; the step after it.
+
+    The weights wait in registers for h: their stages are free at once, and the products, which
+    end the launch when h comes last, need not read them from shared memory.
+    """
+    mma = tiled_mma(spec, OperandSource.RMEM)
     thread = mma.get_slice(tid)
-    a = mma.make_fragment_A(thread.partition_A(shared.down_group))
+    a = mma.make_fragment_A(mma.partition_shape_A((4 * DOWN_COLS, spec.intermediate)))
     b = mma.make_fragment_B(thread.partition_B(shared.h))
     accs = accumulators(mma, spec.h_blocks // spec.terms, spec)
     first = shared.chunk_base[4 * group]
@@ -73,12 +101,13 @@ def down_group(
             cute.arch.mbarrier_wait(shared.full + stage + i, (step // spec.stages) & 1)
         if (group == 0) & (tid < 32):
             stamp(shared.trace, "down_start", spec)
-        operands = (mma, a[None, None, None, stage // 2], b, accs)
+        load_weights(stage, tid, a, shared)
+        for i in cutlass.range_constexpr(2):
+            arrive_warp(shared.empty + stage + i)
+        operands = (mma, a, b, accs)
         for chunk in cutlass.range(first, last, unroll=1):
             uniform = cute.arch.make_warp_uniform(chunk)
             down_chunk(uniform, tid, own, group, operands, shared, spec)
-        for i in cutlass.range_constexpr(2):
-            arrive_warp(shared.empty + stage + i)
         step = step + 2
     if cutlass.const_expr(spec.h_slots < MAX_CHUNKS):
         for chunk in cutlass.range(first, last, unroll=1):
@@ -91,9 +120,12 @@ def down_phase(
     columns: Int32, step: Int32, tid: Int32, half: Int32, shared: Shared, spec: cutlass.Constexpr
 ):
     """This CTA's column blocks over all groups."""
-    for group in cutlass.range((shared.meta[0] + 3) // 4, unroll=1):
+    groups = (shared.meta[0] + 3) // 4
+    # Nobody waits for the stages of the last group to be free, if they all fit the ring.
+    refilled = cutlass.const_expr(2 * spec.max_own_columns > spec.stages)
+    for group in cutlass.range(groups, unroll=1):
         if (group & 1) == half:
             step = down_group(group, columns, step, tid, shared, spec)
-        else:
+        elif refilled | (group + 1 < groups):
             for _ in cutlass.range(columns, unroll=1):
                 step = skip_stages(2, step, shared, spec)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32, Int64
 
-from cute_moe.kernels.device.quant import swizzled_offset, to_terms, unpack_bf16
+from cute_moe.kernels.device.quant import swizzled_octet, to_terms, tree
 from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared
 from cute_moe.kernels.moe.spec import MAX_CHUNKS
 
 POLL_LIMIT = 1 << 24  # polls of about 1 us each before a lost writer traps
 NAP_NS, NAPS = 200, 30  # between polls while the CTA still has up units to issue
-
-
-def rows_in_flight(spec) -> int:
-    """Rows of h that a loader warp reads at once; two terms need registers of their own."""
-    return 4 // spec.terms
+ROW_LANES = 16  # lanes that load and quantise a row of h; a warp takes two rows at once
+PIECE_WORDS = 4  # of a 16-byte load
 
 
 @cute.jit
@@ -31,16 +28,28 @@ def chunk_slot(chunk: Int32, warp: Int32) -> Int32:
 
 
 @cute.jit
-def load_row(address: cute.Pointer, words: cute.Tensor):
-    """Read this lane's eight words of a row (16 features)."""
-    for half in cutlass.range_constexpr(2):
+def piece_of(j: cutlass.Constexpr) -> Int32:
+    """Which 16 bytes (8 features) of its block of 128 a lane keeps as its j-th piece.
+
+    Four lanes have a block; the order differs between blocks, so that the stores of what they
+    quantised do not meet in one shared-memory bank.
+    """
+    return (cute.arch.lane_idx() + 4 * j) & 15
+
+
+@cute.jit
+def load_pieces(h_in: cute.Pointer, entry: Int32, words: cute.Tensor, spec):
+    """Read this lane's 16 words (32 features of one block) of the row of `entry`."""
+    block = (cute.arch.lane_idx() >> 2) & 3
+    row = h_in + (entry & 0xFF) * (spec.intermediate // 2) + block * 64
+    for j in cutlass.range_constexpr(4):
         w = cute.arch.inline_ptx(
             "ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
             write_only_types=[Int32] * 4,
-            read_only_args=[address + 4 * half],
+            read_only_args=[row + piece_of(j) * PIECE_WORDS],
         )
         for i in cutlass.range_constexpr(4):
-            words[4 * half + i] = w[i]
+            words[4 * j + i] = w[i]
 
 
 @cute.jit
@@ -67,67 +76,59 @@ def count_written(
 
 
 @cute.jit
-def stage_rows(h_in: cute.Pointer, first: Int32, count: Int32, warp: Int32, shared: Shared, spec):
-    """Quantise this warp's row of each chunk into shared memory and arrive on the chunk.
-
-    All rows (at most `rows_in_flight`) are in flight before the first is looked at.
-    """
+def stage_two(h_in: cute.Pointer, first: Int32, end: Int32, warp: Int32, shared: Shared, spec):
+    """Wait for this warp's rows of chunks first and, before `end`, first + 1; quantise them into
+    shared memory and arrive on their chunks."""
     lane = cute.arch.lane_idx()
-    rows = rows_in_flight(spec)
-    words = cute.make_rmem_tensor((8, rows), Int32)
-    entries = cute.make_rmem_tensor(rows, Int32)
-    for r in cutlass.range_constexpr(rows):
-        entries[r] = Int32(-1)
-        if r < count:
-            entries[r] = shared.chunk_rows[chunk_slot(first + r, warp)]
-        if entries[r] >= 0:
-            address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
-            load_row(address, words[None, r])
-    for r in cutlass.range_constexpr(rows):
-        if entries[r] >= 0:
-            address = h_in + (entries[r] & 0xFF) * (spec.intermediate // 2) + lane * 8
-            stage_row(address, words[None, r], first + r, warp, shared, spec)
-        if r < count:
-            cute.arch.mbarrier_arrive(shared.h_ready + first + r)
-
-
-@cute.jit
-def stage_row(
-    address: cute.Pointer, words: cute.Tensor, chunk: Int32, warp: Int32, shared: Shared, spec
-):
-    """Read a row again until all of it is there; quantise it into shared memory."""
-    lane = cute.arch.lane_idx()
+    chunk = first + lane // ROW_LANES
+    entry = Int32(-1)
+    if chunk < end:
+        entry = shared.chunk_rows[chunk_slot(chunk, warp)]
+    words = cute.make_rmem_tensor(16, Int32)
+    if entry >= 0:
+        load_pieces(h_in, entry, words, spec)
     polls = Int32(0)
-    while cute.arch.vote_any_sync(missing(words)):
-        load_row(address, words)
+    while cute.arch.vote_any_sync((entry >= 0) & missing(words)):
+        if (entry >= 0) & missing(words):
+            load_pieces(h_in, entry, words, spec)
         polls = polls + 1
         if polls > POLL_LIMIT:
             cute.arch.inline_ptx("trap;")
-    values = cute.make_rmem_tensor(16, Float32)
-    for i in cutlass.range_constexpr(8):
-        values[2 * i], values[2 * i + 1] = unpack_bf16(words[i])
-    terms, scale = to_terms(values, 8, spec.terms)
+    terms, scale = to_terms(words, 4, spec.terms)
     if cutlass.const_expr(spec.h_slots < MAX_CHUNKS):
-        if chunk >= spec.h_slots:  # No slot is used more than twice.
-            cute.arch.mbarrier_wait(shared.h_free + chunk % spec.h_slots, 0)
+        for r in cutlass.range_constexpr(2):
+            if (first + r >= spec.h_slots) & (first + r < end):  # No slot is used more than twice.
+                cute.arch.mbarrier_wait(shared.h_free + (first + r) % spec.h_slots, 0)
     row = chunk_slot(chunk, warp) & 7
-    block = chunk % spec.h_slots * spec.h_blocks + (lane >> 3)
-    for i in cutlass.range_constexpr(spec.terms):
-        offset = (block * spec.terms + i) * 1024 + swizzled_offset(row, lane & 7)
-        dst = cute.recast_ptr((shared.h_bytes + offset).align(16), dtype=Int32)
-        cute.autovec_copy(terms[i], cute.make_tensor(dst, cute.make_layout(4)))
-    if (lane & 7) == 0:
-        shared.h_scale[(chunk * spec.h_blocks + (lane >> 3)) * 8 + row] = scale
+    block = (lane >> 2) & 3
+    if entry >= 0:
+        for i in cutlass.range_constexpr(spec.terms):
+            octets = cute.recast_tensor(terms[i], Int64)
+            atom = (chunk % spec.h_slots * spec.h_blocks + block) * spec.terms + i
+            for j in cutlass.range_constexpr(4):
+                place = atom * 128 + swizzled_octet(row, piece_of(j))
+                cute.make_tensor(shared.h_octets + place, cute.make_layout(1))[0] = octets[j]
+        if (lane & 3) == 0:
+            shared.h_scale[(chunk * spec.h_blocks + block) * 8 + row] = scale
     cute.arch.fence_view_async_shared()
+    for r in cutlass.range_constexpr(2):
+        if (first + r < end) & (lane // ROW_LANES == r):
+            cute.arch.mbarrier_arrive(shared.h_ready + first + r)
 
 
 @cute.jit
 def missing(words: cute.Tensor):
     """Whether any of the words has not been written yet."""
-    absent = words[0] == 0
-    for i in cutlass.range_constexpr(1, 8):
-        absent = absent | (words[i] == 0)
-    return absent
+    lowest = tree(smaller, [words[i] for i in range(cute.size(words))])
+    return lowest == 0
+
+
+@cute.jit
+def smaller(a: Int32, b: Int32) -> Int32:
+    """The smaller of two unsigned words."""
+    return cute.arch.inline_ptx(
+        "min.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
+    )
 
 
 @cute.jit
@@ -143,31 +144,38 @@ def sleep_before_gate(shared: Shared):
 def load_h(h_words: cute.Pointer, warp: Int32, shared: Shared, spec: cutlass.Constexpr):
     """A loader warp's second life, after routing: stage its row of every chunk, in order.
 
-    While the CTA still issues up units, one row is polled now and then, so that the polls take
-    no bandwidth from the weights; after that (the gate), all rows as fast as they come.
+    Polls must not take bandwidth from the weights. While the CTA still issues up units, one row is
+    polled now and then; after that (the gate) a few words of all rows; and once all weights
+    of the CTA have landed, the rows themselves are read until they are complete. One or two chunks
+    are loaded so fast that nothing is gained by looking before that.
     """
     cute.arch.mbarrier_wait(shared.lists, 0)
     h_in = h_words + shared.meta[2] * spec.h_words
     chunks = shared.meta[1]
     chunk = Int32(0)
     polls = Int32(0)
+    # Two groups at most; where their weights fit the ring, they land without any h.
+    if cutlass.const_expr(2 * 2 * spec.max_own_columns <= spec.stages):
+        if chunks <= 2:
+            cute.arch.mbarrier_wait(shared.landed, 0)
     while chunk < chunks:
-        is_open = cute.arch.mbarrier_test_wait(shared.gate, 0)
-        limit = chunks
-        if not is_open:
-            limit = chunk + 1
-        ready = count_written(h_in, chunk, limit, warp, shared, spec)
-        rows = cutlass.const_expr(rows_in_flight(spec))
-        for first in cutlass.range(chunk, chunk + ready, rows, unroll=1):
-            stage_rows(h_in, first, cutlass.min(chunk + ready - first, rows), warp, shared, spec)
-            if (warp == 0) & (first == 0):
-                stamp(shared.trace, "h_first", spec)
+        ready = chunks - chunk
+        if not cute.arch.mbarrier_test_wait(shared.landed, 0):
+            is_open = cute.arch.mbarrier_test_wait(shared.gate, 0)
+            limit = chunks
+            if not is_open:
+                limit = chunk + 1
+            ready = count_written(h_in, chunk, limit, warp, shared, spec)
+            if (ready == 0) & (not is_open):
+                sleep_before_gate(shared)
+        for first in cutlass.range(chunk, chunk + ready, 2, unroll=1):
+            stage_two(h_in, first, chunk + ready, warp, shared, spec)
+        if (warp == 0) & (chunk == 0) & (ready > 0):
+            stamp(shared.trace, "h_first", spec)
         chunk = chunk + ready
         polls = polls + 1
         if ready > 0:
             polls = Int32(0)
-        elif not is_open:
-            sleep_before_gate(shared)
         if polls > POLL_LIMIT:
             cute.arch.inline_ptx("trap;")
     if warp == 0:

@@ -7,8 +7,8 @@ Roles (20 warps, one CTA per SM):
   11     initialises the mbarriers
   12-19  loaders: route token w, then load_h
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
-  lists 32, scales 32 (warp 9)   gate 1 (producer: own up units issued)
-  h_ready[chunk] 256 (loaders)   h_free[slot] 4 (consumers; bf16 activations only)
+  lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; all weights here)
+  h_ready[chunk] 128 (loaders)   h_free[slot] 4 (consumers; bf16 activations only)
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: consumers
   named 3, 4: mbarriers ready, for warps 8-19 and for the consumers
 Time:  route | first TMA | lists | up units ... | down groups ... | combine; the producer runs ahead
@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
 from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe.combine import combine
+from cute_moe.kernels.moe.combine import combine, routing_weights
 from cute_moe.kernels.moe.down import down_phase
 from cute_moe.kernels.moe.handover import clear_next, load_h
 from cute_moe.kernels.moe.lists import build_lists, load_scales
@@ -37,9 +37,9 @@ from cute_moe.kernels.moe.up import up_phase
 
 THREADS = 640
 # Registers after the split of roles; those of a CTA are 640 x 96 in all.
-REGISTERS_CONSUMER = {"fp8": 120, "bf16": 144}
-REGISTERS_SINGLE = 64
-REGISTERS_LOADER = {"fp8": 88, "bf16": 64}
+REGISTERS_CONSUMER = 160
+REGISTERS_SINGLE = 48
+REGISTERS_LOADER = 56
 
 
 @cute.jit
@@ -88,7 +88,7 @@ def moe_kernel(
     if warp < 8:
         wait_for_inputs(spec)
         quantise_x(x, tid, shared, spec)
-        cute.arch.setmaxregister_increase(REGISTERS_CONSUMER[spec.activations])
+        cute.arch.setmaxregister_increase(REGISTERS_CONSUMER)
         consumers_start.arrive_and_wait()
         if warp == 0:
             stamp(shared.trace, "x_ready", spec)
@@ -107,10 +107,11 @@ def moe_kernel(
                 stamp(shared.trace, "down_done_0", spec)
             if warp == 4:
                 stamp(shared.trace, "down_done_1", spec)
+            factors = routing_weights(tid, shared, spec)
             consumers.arrive_and_wait()
             if half == 0:
                 for own in cutlass.range(columns, unroll=1):
-                    combine(out, own, tid, shared, spec)
+                    combine(out, own, factors, tid, shared, spec)
         if warp == 0:
             stamp(shared.trace, "end", spec)
     elif warp < 12:
@@ -142,7 +143,7 @@ def moe_kernel(
             others_start.arrive()
             consumers_start.arrive()
     else:
-        cute.arch.setmaxregister_decrease(REGISTERS_LOADER[spec.activations])
+        cute.arch.setmaxregister_decrease(REGISTERS_LOADER)
         token = warp - 12
         wait_for_inputs(spec)
         raw = load_logits(logits, cutlass.min(token, x.shape[0] - 1))

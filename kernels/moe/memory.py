@@ -48,24 +48,17 @@ def down_box_layout(spec: MoeSpec):
     )
 
 
-def down_group_layout(spec: MoeSpec):
-    """Ring as stacked experts: (4 x 16 columns, N, stage pairs); the bytes of four down boxes."""
-    return cute.tile_to_shape(
-        swizzle_atom(), (UNIT_ROWS, spec.intermediate, spec.stages // 2), (1, 0, 2)
-    )
-
-
 @dataclass(frozen=True)
 class Shared:
-    """Views of shared memory, flat where no shape is given; then seven mbarriers, and the trace."""
+    """Views of shared memory, flat where no shape is given; then eight mbarriers, and the trace."""
 
     up: cute.Tensor  # ring, (64, 256, stages) e4m3
     down_box: cute.Tensor  # the same bytes, (16, N, 1, 2 stages)
-    down_group: cute.Tensor  # the same bytes, (64, N, stages / 2)
+    ring: cute.Pointer  # the same bytes
     x: cute.Tensor  # (8 tokens x terms, K) e4m3, swizzled
-    x_bytes: cute.Pointer
+    x_octets: cute.Pointer  # int64, the bytes of x
     h: cute.Tensor  # (8 pairs x terms, N, slots) e4m3, swizzled
-    h_bytes: cute.Pointer
+    h_octets: cute.Pointer
     x_scale: cute.Tensor  # [K/128][8] fp32
     h_scale: cute.Tensor  # [chunks][N/128][8] fp32
     up_scale: cute.Tensor  # [own units][gate, up][K/128], as stored
@@ -88,6 +81,7 @@ class Shared:
     lists: cute.Pointer
     scales: cute.Pointer
     gate: cute.Pointer
+    landed: cute.Pointer
     trace: cute.Pointer  # int64 [grid][events] in global memory, behind the epochs
 
 
@@ -111,15 +105,15 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
     h_ready = 2 * spec.stages
     h_free = h_ready + MAX_CHUNKS
     lists = h_free + spec.h_slots
-    bars = sm.allocate_array(Int64, lists + 3, byte_alignment=16)
+    bars = sm.allocate_array(Int64, lists + 4, byte_alignment=16)
     return Shared(
         up=swizzled(ring, up_layout(spec)),
         down_box=swizzled(ring, down_box_layout(spec)),
-        down_group=swizzled(ring, down_group_layout(spec)),
+        ring=ring,
         x=swizzled(x, x_layout),
-        x_bytes=x,
+        x_octets=cute.recast_ptr(x, dtype=Int64),
         h=swizzled(h, h_layout),
-        h_bytes=h,
+        h_octets=cute.recast_ptr(h, dtype=Int64),
         x_scale=words(Float32, spec.k_blocks * 8),
         h_scale=words(Float32, MAX_CHUNKS * spec.h_blocks * 8),
         up_scale=words(dtype_of(spec.scales_up_dtype), spec.max_own_units * 2 * spec.k_blocks),
@@ -142,6 +136,7 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
         lists=bars + lists,
         scales=bars + lists + 1,
         gate=bars + lists + 2,
+        landed=bars + lists + 3,
         trace=trace,
     )
 
@@ -160,12 +155,13 @@ def init_barriers(shared: Shared, spec: cutlass.Constexpr):
         # Writers arrive one by one, each for its own stores: the happens-before is then plain to
         # race checkers too, which do not follow a warp barrier into one lane's arrival.
         for c in cutlass.range_constexpr(MAX_CHUNKS):
-            cute.arch.mbarrier_init(shared.h_ready + c, 32 * LOADER_WARPS)
+            cute.arch.mbarrier_init(shared.h_ready + c, 16 * LOADER_WARPS)
         for c in cutlass.range_constexpr(spec.h_slots):
             cute.arch.mbarrier_init(shared.h_free + c, CONSUMER_WARPS // 2)
         cute.arch.mbarrier_init(shared.lists, 32)
         cute.arch.mbarrier_init(shared.scales, 32)
         cute.arch.mbarrier_init(shared.gate, 1)
+        cute.arch.mbarrier_init(shared.landed, 1)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_warp()
 

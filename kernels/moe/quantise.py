@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32, Int64
 
-from cute_moe.kernels.device.quant import swizzled_offset, to_terms
+from cute_moe.kernels.device.quant import swizzled_octet, to_terms
 from cute_moe.kernels.moe.memory import Shared
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 
@@ -24,14 +24,12 @@ def quantise_x(x: cute.Tensor, tid: Int32, shared: Shared, spec: cutlass.Constex
             cute.autovec_copy(cute.make_tensor(src, cute.make_layout(8)), raw[None, t])
     for t in cutlass.range_constexpr(MAX_TOKENS):
         if t < num_tokens:
-            values = cute.make_rmem_tensor(8, Float32)
-            values.store(raw[None, t].load().to(Float32))
-            terms, scale = to_terms(values, 16, spec.terms)
-            offset = swizzled_offset(Int32(t), part >> 1) + (part & 1) * 8
+            words = cute.recast_tensor(raw[None, t], Int32)
+            terms, scale = to_terms(words, 16, spec.terms)
             for i in cutlass.range_constexpr(spec.terms):
-                place = shared.x_bytes + (block * spec.terms + i) * 1024 + offset
-                dst = cute.recast_ptr(place.align(8), dtype=Int32)
-                cute.autovec_copy(terms[i], cute.make_tensor(dst, cute.make_layout(2)))
+                place = (block * spec.terms + i) * 128 + swizzled_octet(Int32(t), part)
+                octets = cute.make_tensor(shared.x_octets + place, cute.make_layout(1))
+                octets[0] = cute.recast_tensor(terms[i], Int64)[0]
             if part == 0:
                 shared.x_scale[block * 8 + t] = scale
     cute.arch.fence_view_async_shared()

@@ -24,6 +24,7 @@ EVENTS = (  # of a traced launch, by role; see cute_moe.trace
     "first_copy",
     "up_issued",
     "down_issued",
+    "landed",
     "first_tile",
     "up_done_0",
     "up_done_1",
@@ -173,7 +174,7 @@ class MoeSpec:
             + MAX_CHUNKS * 8  # chunk_rows
             + 4  # meta
         )
-        barriers = 8 * (2 * stages + MAX_CHUNKS + self.h_slots + 3)
+        barriers = 8 * (2 * stages + MAX_CHUNKS + self.h_slots + 4)
         unit_scales = self.max_own_units * 2 * self.unit_scale_bytes
         return _round_up(tiles + _round_up(barriers, 16) + unit_scales + 4 * words, 16)
 

@@ -143,7 +143,7 @@ def up_box(spec):
 
 @cute.jit
 def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Issue this CTA's column blocks of every active expert, two experts a stage.
+    """Issue this CTA's column blocks of every active expert, two experts a stage; the step after.
 
     All column blocks of a group of four experts come before the next group.
     """
@@ -173,6 +173,7 @@ def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Con
                         cache_policy=Int64(EVICT_FIRST),
                     )
                 step = step + 1
+    return step
 
 
 @cute.jit
@@ -182,5 +183,9 @@ def produce(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Co
     stamp(shared.trace, "up_issued", spec)
     arrive_warp(shared.gate)
     cute.arch.mbarrier_wait(shared.lists, 0)
-    stream_down(weights, step, shared, spec)
+    step = stream_down(weights, step, shared, spec)
     stamp(shared.trace, "down_issued", spec)
+    for s in cutlass.range(cutlass.max(step - spec.stages, 0), step, unroll=1):
+        cute.arch.mbarrier_wait(shared.full + s % spec.stages, (s // spec.stages) & 1)
+    arrive_warp(shared.landed)
+    stamp(shared.trace, "landed", spec)

@@ -17,14 +17,14 @@ from cute_moe.kernels.moe.memory import Shared, arrive_warp, k_blocks_per_stage
 from cute_moe.kernels.moe.spec import MoeSpec
 
 
-def tiled_mma(spec: MoeSpec):
+def tiled_mma(spec: MoeSpec, weights=warpgroup.OperandSource.SMEM):
     """One warpgroup's FP8 WGMMA, weights as A (64 rows), activations as B (8 columns a term)."""
     op = warpgroup.MmaF8Op(
         Float8E4M3FN,
         Float8E4M3FN,
         Float32,
         (64, 8 * spec.terms, 32),
-        warpgroup.OperandSource.SMEM,
+        weights,
         OperandMajorMode.K,
         OperandMajorMode.K,
     )
@@ -120,19 +120,27 @@ def silu_mul(gate: Float32, up: Float32) -> Float32:
 
 
 @cute.jit
-def publish_h(
-    total: cute.Tensor,
-    unit: Int32,
-    tid: Int32,
-    h_words: cute.Pointer,
-    shared: Shared,
-    spec: cutlass.Constexpr,
-):
-    """Store h of a unit's 32 features for the tokens routed to its expert.
+def h_place(unit: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr) -> Int32:
+    """Word of h that this thread of a warpgroup has of a unit, or -1: token lane / 4, two features.
+
+    A unit makes 32 features for the tokens routed to its expert.
+    """
+    lane = tid & 31
+    token = lane >> 2
+    slot = shared.slot_of[(unit // spec.units_per_expert) * 8 + token]
+    feature = (unit % spec.units_per_expert) * 32 + (tid >> 5) * 8 + 2 * (lane & 3)
+    place = ((token * 8 + slot) * spec.intermediate + feature) // 2
+    if slot < 0:
+        place = Int32(-1)
+    return place
+
+
+@cute.jit
+def publish_h(total: cute.Tensor, h_out: cute.Pointer, place: Int32):
+    """Store h of a unit at word `place`.
 
     Each 32-bit word (two bf16) is its own ready flag, 0 meaning "not yet": +0.0 travels as -0.0.
     """
-    lane = tid & 31
     pair = cute.make_rmem_tensor(2, Float32)
     pair[0] = silu_mul(total[0], total[2])
     pair[1] = silu_mul(total[1], total[3])
@@ -149,12 +157,8 @@ def publish_h(
         word = word | 0x8000
     if (word & Int32(-65536)) == 0:
         word = word | Int32(-(2**31))
-    token = lane >> 2
-    slot = shared.slot_of[(unit // spec.units_per_expert) * 8 + token]
-    if slot >= 0:
-        feature = (unit % spec.units_per_expert) * 32 + (tid >> 5) * 8 + 2 * (lane & 3)
-        address = h_words + ((token * 8 + slot) * spec.intermediate + feature) // 2
-        cute.arch.store(address, word, sem="relaxed", scope="gpu")
+    if place >= 0:
+        cute.arch.store(h_out + place, word, sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -169,8 +173,9 @@ def up_phase(
     own = Int32(0)
     for unit in cutlass.range(spec.first_unit(cta), units, spec.grid, unroll=1):
         if (own & 1) == group:
+            place = h_place(unit, tid, shared, spec)
             total, step = up_unit(own, step, tid, shared, spec)
-            publish_h(total, unit, tid, h_out, shared, spec)
+            publish_h(total, h_out, place)
         else:
             step = skip_stages(spec.unit_stages, step, shared, spec)
         own = own + 1

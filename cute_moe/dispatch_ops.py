@@ -264,7 +264,8 @@ def _sort(
     if not plan.spec.alone:
         counts = topk_ids.new_empty((plan.chunks, num_experts + 1), dtype=torch.int32)
         unit = 1 if hidden is None else k
-        _launch(CountSpec(plan.spec.capacity, id_dtype), device, ids, counts, unit)
+        count = CountSpec(plan.spec.capacity, id_dtype, 256 if plan.spec.bulk else 1024)
+        _launch(count, device, ids, counts, unit)
     result = (slots.view(-1), row_token, offsets)
     sizes = (num_experts, k, plan.chunks, plan.parts)
     _launch(plan.spec, device, ids, counts, result, rows, sizes)

@@ -15,6 +15,7 @@ from cute_moe.kernels.dispatch.spec import (
     SMEM_BYTES,
     WARP,
     CombineSpec,
+    CountSpec,
     DispatchSpec,
     plan_combine,
     plan_dispatch,
@@ -96,6 +97,9 @@ def test_sort_plans_fit(num_experts: int, vector: int, row_bytes: int) -> None:
             assert plan.parts == 1 or not spec.bulk
         if spec.bulk:
             assert vector == 16 and spec.ring_bytes >= 16 * 1024
+            if spec.capacity <= 128:  # A counting CTA fits the SM beside it.
+                count = CountSpec(spec.capacity, "int64", 256)
+                assert spec.smem_bytes + count.smem_bytes + 2 * 1024 <= 228 * 1024
         # A CTA that counts everything itself must not have much to count.
         assert spec.alone == (tokens * top_k <= (4096 if vector else 8192))
 

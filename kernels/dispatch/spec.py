@@ -13,6 +13,9 @@ LINE = 128
 MAX_EXPERTS = 4096
 MAX_CHUNK_ITEMS = 2048  # pairs whose rows a CTA of the sort keeps, to copy the tokens
 SMEM_BYTES = 227 * 1024
+# What the ring leaves, so that a counting CTA fits beside it: 1 KB that every CTA has, and up to 255
+# counters.
+COUNT_BYTES = 2048
 RANK_WORDS = 32768  # at most as many counters for all ranking warps of a CTA
 ALONE_ITEMS = 8192  # up to so many ids every CTA counts all of them
 
@@ -36,7 +39,10 @@ class DispatchSpec:
 
 @dataclass(frozen=True)
 class CountSpec:
-    """The first of two launches of the sort: how often each expert occurs in every chunk."""
+    """The first of two launches of the sort: how often each expert occurs in every chunk.
+
+    With 256 threads a CTA fits an SM beside one of the second launch, which reads rows meanwhile.
+    """
 
     capacity: int
     id_dtype: str
@@ -91,7 +97,7 @@ class SortSpec:
     @property
     def ring_bytes(self) -> int:
         """The whole lines of shared memory behind tables and barriers."""
-        return SMEM_BYTES // LINE * LINE - self._ring_start if self.bulk else 0
+        return (SMEM_BYTES - COUNT_BYTES) // LINE * LINE - self._ring_start if self.bulk else 0
 
     @property
     def smem_bytes(self) -> int:

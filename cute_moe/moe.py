@@ -44,6 +44,9 @@ def _build(spec: MoeSpec, options: str):
 
 
 _KERNELS = KernelCache(_build)
+# What torch.cuda.current_device calls after a look whether CUDA is initialised; where there is a
+# tensor on a GPU, it is.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def has_monomoe() -> bool:
@@ -158,22 +161,23 @@ def mono_moe(
     Raises TypeError or ValueError, naming the argument, before anything is launched or written;
     RuntimeError where the GPU cannot run the kernel or the first call lies inside a capture.
     """
-    options = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
     inputs = (activations_in, router_logits, expert_weights_up, expert_scales_up,
               expert_weights_down, expert_scales_down)  # fmt: skip
     failure = None
     try:
-        key = (*options, router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
-               activations_in.device)  # fmt: skip
+        key = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic,
+               router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
+               activations_in.get_device())  # fmt: skip
         kernel = _KERNELS.lookup(key)
         # True and 8.0 find what 1 and 8 find, hence the look at the types.
         flags = type(renormalize) is type(interleave_up) is type(programmatic) is bool
         exact = flags and type(top_k) is int
-        if kernel is not None and exact and 0 < activations_in.size(0) <= MAX_TOKENS:
+        if kernel is not None and exact and 0 < activations_in.shape[0] <= MAX_TOKENS:
             return _launch(kernel, inputs, out, scratchpad)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         failure = error
-    _check_options(*options)  # These two name the wrong argument, if there is one.
+    # These two name the wrong argument, if there is one.
+    _check_options(top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
     tokens = _check_tensors(inputs, out, scratchpad)
     if failure:
         raise failure
@@ -186,7 +190,8 @@ def mono_moe(
         weights = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
         compute = reference.moe_block_fp8 if activations == "fp8" else reference.moe_fp32
         with torch.no_grad():
-            out.copy_(compute(*inputs[:2], weights, *inputs[3:], *options[:3]))
+            routing = (top_k, scoring_func, renormalize)
+            out.copy_(compute(*inputs[:2], weights, *inputs[3:], *routing))
     return out
 
 
@@ -207,7 +212,7 @@ def _launch(
     elif scratchpad.numel() != _SCRATCH.nbytes or scratchpad.data_ptr() % BASE_ALIGN:
         _SCRATCH.check(scratchpad, x.device)
         scratchpad = scratchpad[: _SCRATCH.nbytes]
-    if torch.cuda.current_device() == x.get_device():
+    if _current_device() == x.get_device():
         kernel(*inputs, out, scratchpad)
     else:
         with torch.cuda.device(x.device):
@@ -231,7 +236,7 @@ def _check_tensors(
 
 def _spec(key: tuple) -> MoeSpec:
     """The kernel variant of a launch key."""
-    top_k, scoring, renormalize, raw_rows, activations, programmatic, *dtypes, device = key
+    top_k, scoring, renormalize, raw_rows, activations, programmatic, *dtypes, index = key
     logits, scales_up, scales_down = dtypes
     return MoeSpec(
         top_k=top_k,
@@ -243,7 +248,7 @@ def _spec(key: tuple) -> MoeSpec:
         raw_rows=raw_rows,
         activations=activations,
         programmatic=programmatic,
-        grid=device_facts(device.index).sm_count,
+        grid=device_facts(index).sm_count,
     )
 
 

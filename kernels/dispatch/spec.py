@@ -13,7 +13,7 @@ LINE = 128
 MAX_EXPERTS = 4096
 MAX_CHUNK_ITEMS = 2048  # pairs whose rows a CTA of the sort keeps, to copy the tokens
 SMEM_BYTES = 227 * 1024
-# What the ring leaves, so that a counting CTA fits beside it: 1 KB that every CTA has, and up to 255
+# What the ring leaves, so that a counting CTA fits beside it: the 1 KB that any CTA takes, and 255
 # counters.
 COUNT_BYTES = 2048
 RANK_WORDS = 32768  # at most as many counters for all ranking warps of a CTA

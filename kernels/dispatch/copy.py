@@ -58,6 +58,10 @@ def zero_dropped(out: cute.Tensor, rows: cute.Tensor, items: Int32, spec: cutlas
         item = item + spec.threads // WARP - 1
 
 
+EVICT_FIRST = 0x12F0000000000000  # L2 policy: every byte passes once
+LAG = 4  # stores of a burst that may be under way when the next burst begins
+
+
 @dataclass(frozen=True)
 class Ring:
     """Stages of shared memory that bulk copies fill and empty; one thread calls everything.
@@ -93,7 +97,8 @@ def start_ring(ring: Ring, src: cute.Tensor, first: Int32, end: Int32):
     for stage in cutlass.range(ring.stages, unroll=1):
         cute.arch.mbarrier_init(ring.full + stage, 1)
     cute.arch.mbarrier_init_fence()
-    fill(ring, src, first, Int32(0), cutlass.min(ring.stages, (end - first) * ring.pieces))
+    burst = cutlass.min(ring.stages, (end - first) * ring.pieces)
+    fill(ring, src, first, Int32(0), Int32(0), burst)
 
 
 @cute.jit
@@ -104,18 +109,24 @@ def piece_of(ring: Ring, number: Int32, row_bytes: Int32):
 
 
 @cute.jit
-def fill(ring: Ring, src: cute.Tensor, first: Int32, begin: Int32, end: Int32):
-    """Load pieces begin .. end - 1 into the stages from 0 on."""
+def fill(ring: Ring, src: cute.Tensor, first: Int32, base: Int32, begin: Int32, end: Int32):
+    """Load pieces begin .. end - 1 of the burst that starts with piece `base` into its stages."""
     for number in cutlass.range(begin, end, unroll=1):
         token, offset, nbytes = piece_of(ring, number, src.shape[1])
-        full = ring.full + (number - begin)
-        target = ring.data + (number - begin) * ring.piece
+        full = ring.full + (number - base)
+        target = ring.data + (number - base) * ring.piece
         source = row_start(src, first + token) + offset
         cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
         cute.arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[target.toint(), source.toint(), nbytes, full.toint()],
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+            "[{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+            read_only_args=[
+                target.toint(),
+                source.toint(),
+                nbytes,
+                full.toint(),
+                Int64(EVICT_FIRST),
+            ],
         )
 
 
@@ -130,15 +141,13 @@ def copy_by_ring(
     while begin < total:
         stop = cutlass.min(begin + ring.stages, total)
         if begin > 0:
-            # A short last burst starts while the stores from other stages still run.
-            others = ring.stages - (stop - begin)
-            if others >= 8:
-                cute.arch.cp_async_bulk_wait_group(8, read=True)
-            elif others >= 4:
-                cute.arch.cp_async_bulk_wait_group(4, read=True)
-            else:
+            # The first stages are filled again while the last ones are still being stored.
+            split = cutlass.min(begin + ring.stages - LAG, stop)
+            cute.arch.cp_async_bulk_wait_group(LAG, read=True)
+            fill(ring, src, first, begin, begin, split)
+            if split < stop:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-            fill(ring, src, first, begin, stop)
+                fill(ring, src, first, begin, split, stop)
         for number in cutlass.range(begin, stop, unroll=1):
             token, offset, nbytes = piece_of(ring, number, src.shape[1])
             cute.arch.mbarrier_wait(ring.full + (number - begin), turn & 1)
@@ -148,8 +157,14 @@ def copy_by_ring(
                 if row >= 0:
                     target = row_start(out, row) + offset
                     cute.arch.inline_ptx(
-                        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-                        read_only_args=[target.toint(), source.toint(), nbytes],
+                        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint "
+                        "[{$r0}], [{$r1}], {$r2}, {$r3};",
+                        read_only_args=[
+                            target.toint(),
+                            source.toint(),
+                            nbytes,
+                            Int64(EVICT_FIRST),
+                        ],
                     )
             cute.arch.cp_async_bulk_commit_group()
         begin = stop

@@ -119,7 +119,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--copies", type=int, default=p.COPIES, help="weight copies, 0.8 GB each")
     add("--commit", help="recorded commit (default: git's)")
     args = parser.parse_args(argv)
-    args.argv = list(sys.argv[1:] if argv is None else argv)
     args.modes = tuple(MODES) if args.mode == "all" else (args.mode,)
     for name in ("replays", "copies"):
         if getattr(args, name) < 1:
@@ -137,7 +136,8 @@ def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> No
     facts = device_facts(torch.cuda.current_device())
     settings = {
         "text": " ".join((importlib.import_module(f"bench_{mode}").__doc__ or "").split()),
-        "argv": args.argv,
+        "tokens": args.tokens,
+        "peers": "auto" if args.peers is None else args.peers,
         "skipped": dict(race.SKIPPED),
         "replays": args.replays,
         "quick": args.quick,

@@ -225,12 +225,13 @@ def test_what_a_results_file_may_lack() -> None:
     assert missing("host", []) == ["no cute_moe"]
 
 
+def test_there_are_results_of_every_mode() -> None:
+    assert {path.stem for path in FILES} == set(bench.MODES)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_committed_results_are_complete(path) -> None:
-    settings = report.read(path)["meta"]["protocol"]
-    if "text" not in settings:
-        pytest.skip("written before the protocol of today")
-    assert path.stem in bench.MODES and not settings["quick"]
+    assert not report.read(path)["meta"]["protocol"]["quick"]
     assert missing(path.stem, report.read_rows(path)) == []
 
 

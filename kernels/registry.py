@@ -66,6 +66,7 @@ def _dispatch() -> list[Kernel]:
         "dispatch, vectors of 16": DispatchSpec(16),
         "dispatch, vectors of 1, int64": DispatchSpec(1, "int64", "int64", "int64"),
         "count": CountSpec(128, "int64"),
+        "count, beside a copying kernel": CountSpec(128, "int64", threads=256),
         "sort": SortSpec(64, "int64", alone=True, threads=256),
         "sort, 4096 experts, from a table": SortSpec(4096, "int32", alone=False, threads=1024),
         "permute": SortSpec(128, "int64", alone=True, threads=256, vector=16),

@@ -1,4 +1,4 @@
-"""From fp32 registers to e4m3: the only home of the e4m3 maximum and the scale rules."""
+"""From bf16 in registers to e4m3: the only home of the e4m3 maximum and the scale rules."""
 
 from __future__ import annotations
 

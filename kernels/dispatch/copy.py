@@ -67,7 +67,8 @@ class Ring:
     """Stages of shared memory that bulk copies fill and empty; one thread calls everything.
 
     A row is moved in pieces of equal size, a piece in a stage. All stages are filled in one burst,
-    then stored to all their rows, then filled again: reads and writes that mix cost DRAM time.
+    then stored to all their rows, then (the last few apart) filled again: reads and writes that
+    mix cost DRAM time.
     """
 
     full: cute.Pointer  # a barrier for every stage

@@ -13,8 +13,8 @@ LINE = 128
 MAX_EXPERTS = 4096
 MAX_CHUNK_ITEMS = 2048  # pairs whose rows a CTA of the sort keeps, to copy the tokens
 SMEM_BYTES = 227 * 1024
-# What the ring leaves, so that a counting CTA fits beside it: the 1 KB that any CTA takes, and 255
-# counters.
+# What the ring leaves, so that a counting CTA for up to 128 experts fits beside it: the 1 KB that
+# any CTA takes, and the counters.
 COUNT_BYTES = 2048
 RANK_WORDS = 32768  # at most as many counters for all ranking warps of a CTA
 ALONE_ITEMS = 8192  # up to so many ids every CTA counts all of them
@@ -41,7 +41,8 @@ class DispatchSpec:
 class CountSpec:
     """The first of two launches of the sort: how often each expert occurs in every chunk.
 
-    With 256 threads a CTA fits an SM beside one of the second launch, which reads rows meanwhile.
+    With 256 threads and up to 128 experts a CTA fits an SM beside one of the second launch, which
+    reads rows meanwhile.
     """
 
     capacity: int

@@ -102,6 +102,7 @@ def down_group(
         if (group == 0) & (tid < 32):
             stamp(shared.trace, "down_start", spec)
         load_weights(stage, tid, a, shared)
+        cute.arch.fence_view_async_shared()  # Plain reads, then the next copy into these stages.
         for i in cutlass.range_constexpr(2):
             arrive_warp(shared.empty + stage + i)
         operands = (mma, a, b, accs)

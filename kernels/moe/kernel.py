@@ -12,7 +12,7 @@ Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (co
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: consumers
   named 3, 4: mbarriers ready, for warps 8-19 and for the consumers
 Time:  route | first TMA | lists | up units ... | down groups ... | combine; the producer runs ahead
-  of the consumers by up to the ring's stages and never waits for anything but free stages.
+  of the consumers by up to the ring's stages and waits, after the lists, for free stages only.
 """
 
 from __future__ import annotations

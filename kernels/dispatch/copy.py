@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
+from cute_moe.kernels.device.policy import EVICT_FIRST
 from cute_moe.kernels.dispatch.rows import row_start, vector_at, vector_registers, zero_row
 from cute_moe.kernels.dispatch.spec import LINE, WARP, SortSpec
 
@@ -58,17 +59,12 @@ def zero_dropped(out: cute.Tensor, rows: cute.Tensor, items: Int32, spec: cutlas
         item = item + spec.threads // WARP - 1
 
 
-EVICT_FIRST = 0x12F0000000000000  # L2 policy: every byte passes once
-LAG = 4  # stores of a burst that may be under way when the next burst begins
-
-
 @dataclass(frozen=True)
 class Ring:
     """Stages of shared memory that bulk copies fill and empty; one thread calls everything.
 
     A row is moved in pieces of equal size, a piece in a stage. All stages are filled in one burst,
-    then stored to all their rows, then (the last few apart) filled again: reads and writes that
-    mix cost DRAM time.
+    then stored to all their rows, then filled again: reads and writes that mix cost DRAM time.
     """
 
     full: cute.Pointer  # a barrier for every stage
@@ -99,7 +95,7 @@ def start_ring(ring: Ring, src: cute.Tensor, first: Int32, end: Int32):
         cute.arch.mbarrier_init(ring.full + stage, 1)
     cute.arch.mbarrier_init_fence()
     burst = cutlass.min(ring.stages, (end - first) * ring.pieces)
-    fill(ring, src, first, Int32(0), Int32(0), burst)
+    fill(ring, src, first, Int32(0), burst)
 
 
 @cute.jit
@@ -110,12 +106,12 @@ def piece_of(ring: Ring, number: Int32, row_bytes: Int32):
 
 
 @cute.jit
-def fill(ring: Ring, src: cute.Tensor, first: Int32, base: Int32, begin: Int32, end: Int32):
-    """Load pieces begin .. end - 1 of the burst that starts with piece `base` into its stages."""
+def fill(ring: Ring, src: cute.Tensor, first: Int32, begin: Int32, end: Int32):
+    """Load pieces begin .. end - 1 into the stages from 0 on."""
     for number in cutlass.range(begin, end, unroll=1):
         token, offset, nbytes = piece_of(ring, number, src.shape[1])
-        full = ring.full + (number - base)
-        target = ring.data + (number - base) * ring.piece
+        full = ring.full + (number - begin)
+        target = ring.data + (number - begin) * ring.piece
         source = row_start(src, first + token) + offset
         cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
         cute.arch.inline_ptx(
@@ -142,13 +138,8 @@ def copy_by_ring(
     while begin < total:
         stop = cutlass.min(begin + ring.stages, total)
         if begin > 0:
-            # The first stages are filled again while the last ones are still being stored.
-            split = cutlass.min(begin + ring.stages - LAG, stop)
-            cute.arch.cp_async_bulk_wait_group(LAG, read=True)
-            fill(ring, src, first, begin, begin, split)
-            if split < stop:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                fill(ring, src, first, begin, split, stop)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            fill(ring, src, first, begin, stop)
         for number in cutlass.range(begin, stop, unroll=1):
             token, offset, nbytes = piece_of(ring, number, src.shape[1])
             cute.arch.mbarrier_wait(ring.full + (number - begin), turn & 1)

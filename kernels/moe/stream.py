@@ -12,12 +12,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
+from cute_moe.kernels.device.policy import EVICT_FIRST
 from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp
 from cute_moe.kernels.moe.routing import is_packed, pop_best, sort_candidates
 from cute_moe.kernels.moe.spec import STAGE_BYTES
-
-EVICT_FIRST = 0x12F0000000000000
 
 
 class Weights(NamedTuple):

@@ -154,9 +154,8 @@ def load_h(h_words: cute.Pointer, warp: Int32, shared: Shared, spec: cutlass.Con
     chunks = shared.meta[1]
     chunk = Int32(0)
     polls = Int32(0)
-    # Two groups at most; where their weights fit the ring, they land without any h.
-    if cutlass.const_expr(2 * 2 * spec.max_own_columns <= spec.stages):
-        if chunks <= 2:
+    if cutlass.const_expr(spec.two_groups_fit):
+        if chunks <= 2:  # Hence two groups at most.
             cute.arch.mbarrier_wait(shared.landed, 0)
     while chunk < chunks:
         ready = chunks - chunk

@@ -135,6 +135,11 @@ class MoeSpec:
         return -(-self.column_blocks // self.grid)
 
     @property
+    def two_groups_fit(self) -> bool:
+        """Whether the ring holds the down weights of two groups: these then land without any h."""
+        return 2 * 2 * self.max_own_columns <= self.stages
+
+    @property
     def h_words(self) -> int:
         """32-bit words (two bf16) of one parity of the h buffer."""
         return PAIRS * self.intermediate // 2

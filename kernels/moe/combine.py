@@ -12,8 +12,8 @@ from cute_moe.kernels.moe.spec import DOWN_COLS, PAIRS
 
 @cute.jit
 def routing_weights(tid: Int32, shared: Shared, spec: cutlass.Constexpr) -> list[Float32]:
-    """The routing weights of token tid / 16, which `combine` wants; of anything from thread 128."""
-    return [shared.weight[(tid >> 4 & 7) * 8 + k] for k in range(spec.top_k)]
+    """The routing weights of token tid / 16, which `combine` wants."""
+    return [shared.weight[(tid >> 4) * 8 + k] for k in range(spec.top_k)]
 
 
 @cute.jit

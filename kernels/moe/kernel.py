@@ -9,7 +9,7 @@ Roles (20 warps, one CTA per SM):
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
   lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; all weights here)
   h_ready[chunk] 128 (loaders)   h_free[slot] 4 (consumers; bf16 activations only)
-  named 1: routing done (loaders arrive, warp 9 waits)   named 2: consumers
+  named 1: routing done (loaders arrive, warp 9 waits)   named 2: partial sums
   named 3, 4: mbarriers ready, for warps 8-19 and for the consumers
 Time:  route | first TMA | lists | up units ... | down groups ... | combine; the producer runs ahead
   of the consumers by up to the ring's stages and waits, after the lists, for free stages only.
@@ -107,11 +107,13 @@ def moe_kernel(
                 stamp(shared.trace, "down_done_0", spec)
             if warp == 4:
                 stamp(shared.trace, "down_done_1", spec)
-            factors = routing_weights(tid, shared, spec)
-            consumers.arrive_and_wait()
             if half == 0:
+                factors = routing_weights(tid, shared, spec)
+                consumers.arrive_and_wait()
                 for own in cutlass.range(columns, unroll=1):
                     combine(out, own, factors, tid, shared, spec)
+            else:
+                consumers.arrive()
         if warp == 0:
             stamp(shared.trace, "end", spec)
     elif warp < 12:

@@ -99,20 +99,23 @@ def start_ring(ring: Ring, src: cute.Tensor, first: Int32, end: Int32):
 
 
 @cute.jit
-def piece_of(ring: Ring, number: Int32, row_bytes: Int32):
-    """(token of the chunk, first byte, bytes) of a piece of the chunk."""
-    offset = number % ring.pieces * ring.piece
-    return number // ring.pieces, offset, cutlass.min(ring.piece, row_bytes - offset)
+def after(ring: Ring, token: Int32, part: Int32):
+    """(token, part of its row) of the piece behind the given one."""
+    part = part + 1
+    if part == ring.pieces:
+        token, part = token + 1, Int32(0)
+    return token, part
 
 
 @cute.jit
-def fill(ring: Ring, src: cute.Tensor, first: Int32, begin: Int32, end: Int32):
-    """Load pieces begin .. end - 1 into the stages from 0 on."""
-    for number in cutlass.range(begin, end, unroll=1):
-        token, offset, nbytes = piece_of(ring, number, src.shape[1])
-        full = ring.full + (number - begin)
-        target = ring.data + (number - begin) * ring.piece
-        source = row_start(src, first + token) + offset
+def fill(ring: Ring, src: cute.Tensor, token: Int32, part: Int32, count: Int32):
+    """Load `count` pieces, from a part of a token on, into the stages from 0 on."""
+    for stage in cutlass.range(count, unroll=1):
+        offset = part * ring.piece
+        nbytes = cutlass.min(ring.piece, src.shape[1] - offset)
+        full = ring.full + stage
+        target = ring.data + stage * ring.piece
+        source = row_start(src, token) + offset
         cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
         cute.arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -125,6 +128,7 @@ def fill(ring: Ring, src: cute.Tensor, first: Int32, begin: Int32, end: Int32):
                 Int64(EVICT_FIRST),
             ],
         )
+        token, part = after(ring, token, part)
 
 
 @cute.jit
@@ -133,17 +137,18 @@ def copy_by_ring(
     k: Int32,
 ):  # fmt: skip
     """What `copy_rows` does, without the dropped items, after `start_ring`."""
-    total = (end - first) * ring.pieces
-    turn, begin = Int32(0), Int32(0)
-    while begin < total:
-        stop = cutlass.min(begin + ring.stages, total)
-        if begin > 0:
+    left = (end - first) * ring.pieces
+    turn, token, part = Int32(0), Int32(0), Int32(0)
+    while left > 0:
+        burst = cutlass.min(ring.stages, left)
+        if turn > 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            fill(ring, src, first, begin, stop)
-        for number in cutlass.range(begin, stop, unroll=1):
-            token, offset, nbytes = piece_of(ring, number, src.shape[1])
-            cute.arch.mbarrier_wait(ring.full + (number - begin), turn & 1)
-            source = ring.data + (number - begin) * ring.piece
+            fill(ring, src, first + token, part, burst)
+        for stage in cutlass.range(burst, unroll=1):
+            offset = part * ring.piece
+            nbytes = cutlass.min(ring.piece, src.shape[1] - offset)
+            cute.arch.mbarrier_wait(ring.full + stage, turn & 1)
+            source = ring.data + stage * ring.piece
             for j in cutlass.range(k, unroll=1):
                 row = rows[token * k + j]
                 if row >= 0:
@@ -159,6 +164,7 @@ def copy_by_ring(
                         ],
                     )
             cute.arch.cp_async_bulk_commit_group()
-        begin = stop
+            token, part = after(ring, token, part)
+        left = left - burst
         turn = turn + 1
     cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -17,6 +17,7 @@ from cutlass.memory import SmemAllocator
 from cute_moe.kernels.dispatch.spec import MAX_CHUNK_ITEMS, WARP, SortSpec
 
 FULL_MASK = 0xFFFFFFFF
+BATCH = 20  # counts that a thread loads at once: all of its own for 132 chunks and 129 buckets
 
 
 @dataclass(frozen=True)
@@ -129,18 +130,26 @@ def count_all(chunk: Chunk, tables: Tables, spec: cutlass.Constexpr):
 
 @cute.jit
 def add_counts(counts, number: Int32, tables: Tables, spec: cutlass.Constexpr):
-    """Add up the table [chunk][bucket] that the counting kernel wrote, for chunk `number`."""
+    """Add up the table [chunk][bucket] that the counting kernel wrote, for chunk `number`.
+
+    A thread has a batch of loads in flight, since the rows that are read meanwhile slow them down.
+    """
     tid, _, _ = cute.arch.thread_idx()
     chunks, buckets = counts.shape[0], counts.shape[1]
     slices = cutlass.max(spec.threads // buckets, Int32(1))
+    found = cute.make_rmem_tensor(BATCH, Int32)
     for i in cutlass.range(tid, buckets * slices, spec.threads, unroll=1):
         bucket = i % buckets
         before, total = Int32(0), Int32(0)
-        for c in cutlass.range(i // buckets, chunks, slices, unroll=8):
-            count = counts[c, bucket]
-            total = total + count
-            if c < number:
-                before = before + count
+        for first in cutlass.range(i // buckets, chunks, slices * BATCH, unroll=1):
+            for j in cutlass.range_constexpr(BATCH):
+                found[j] = Int32(0)
+                if first + j * slices < chunks:
+                    found[j] = counts[first + j * slices, bucket]
+            for j in cutlass.range_constexpr(BATCH):
+                total = total + found[j]
+                if first + j * slices < number:
+                    before = before + found[j]
         cute.arch.atomic_add(tables.total.iterator + bucket, total, sem="relaxed", scope="cta")
         cute.arch.atomic_add(tables.before.iterator + bucket, before, sem="relaxed", scope="cta")
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_moe.kernels.device.quant import swizzled_octet, to_terms, tree
 from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe.memory import Shared
+from cute_moe.kernels.moe.memory import (
+    ARRIVALS_SHIFT,
+    CHUNK_SHIFT,
+    LOADER_WARPS,
+    PAIR_MASK,
+    PLACE_SHIFT,
+    Shared,
+)
 from cute_moe.kernels.moe.spec import MAX_CHUNKS
 
 POLL_LIMIT = 1 << 24  # polls of about 1 us each before a lost writer traps
-NAP_NS, NAPS = 200, 30  # between polls while the CTA still has up units to issue
+NAP_NS, NAPS = 200, 60  # between polls while the CTA still has up units to issue
 ROW_LANES = 16  # lanes that load and quantise a row of h; a warp takes two rows at once
 PIECE_WORDS = 4  # of a 16-byte load
-
-
-@cute.jit
-def chunk_slot(chunk: Int32, warp: Int32) -> Int32:
-    """Slot that `warp` serves in `chunk`; rotated, since low slots are filled more often."""
-    return chunk * 8 + ((warp + 4 * chunk) & 7)
 
 
 @cute.jit
@@ -38,82 +39,88 @@ def piece_of(j: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def load_pieces(h_in: cute.Pointer, entry: Int32, words: cute.Tensor, spec):
-    """Read this lane's 16 words (32 features of one block) of the row of `entry`."""
+def load_pieces(h_in: cute.Pointer, row: Int32, words: cute.Tensor, spec):
+    """Read this lane's 16 words (32 features of one block) of a listed row."""
     block = (cute.arch.lane_idx() >> 2) & 3
-    row = h_in + (entry & 0xFF) * (spec.intermediate // 2) + block * 64
+    start = h_in + (row & PAIR_MASK) * (spec.intermediate // 2) + block * 64
     for j in cutlass.range_constexpr(4):
         w = cute.arch.inline_ptx(
             "ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
             write_only_types=[Int32] * 4,
-            read_only_args=[row + piece_of(j) * PIECE_WORDS],
+            read_only_args=[start + piece_of(j) * PIECE_WORDS],
         )
         for i in cutlass.range_constexpr(4):
             words[4 * j + i] = w[i]
 
 
 @cute.jit
-def count_written(
-    h_in: cute.Pointer, chunk: Int32, limit: Int32, warp: Int32, shared: Shared, spec
-) -> Int32:
-    """How many chunks from `chunk` on, before `limit`, have this warp's row (as polled) written.
+def written_until(h_in: cute.Pointer, first: Int32, end: Int32, shared: Shared, spec) -> Int32:
+    """The first of the rows first, first + 8 before `end` that is not yet written, or `end`.
 
-    Looks at four words of each row in up to eight chunks at once; a slot without a row counts.
+    As polled: two words of each of the two rows, since every word costs the weights a sector.
     """
     lane = cute.arch.lane_idx()
-    mine = chunk + (lane >> 2)
-    entry = Int32(-1)
-    if mine < limit:
-        entry = shared.chunk_rows[chunk_slot(mine, warp)]
+    mine = first + (lane >> 1) * LOADER_WARPS
     word = Int32(1)
-    if entry >= 0:
-        # One word of units 0, 5, 10 and 15 of the 16 that make a row.
-        address = h_in + (entry & 0xFF) * (spec.intermediate // 2) + (lane & 3) * 80 + 15
+    if mine < end:
+        # One word of units 5 and 15 of the 16 that make a row.
+        pair = shared.rows[mine] & PAIR_MASK
+        address = h_in + pair * (spec.intermediate // 2) + (lane & 1) * 160 + 95
         word = cute.arch.load(address, Int32, sem="relaxed", scope="gpu")
     absent = cute.arch.vote_ballot_sync(word == 0)
-    leading = cute.arch.popc((absent & -absent) - 1) >> 2
-    return cutlass.min(leading, limit - chunk)
+    leading = cute.arch.popc((absent & -absent) - 1) >> 1
+    return cutlass.min(first + leading * LOADER_WARPS, end)
 
 
 @cute.jit
-def stage_two(h_in: cute.Pointer, first: Int32, end: Int32, warp: Int32, shared: Shared, spec):
-    """Wait for this warp's rows of chunks first and, before `end`, first + 1; quantise them into
-    shared memory and arrive on their chunks."""
+def chunk_of(row: Int32) -> Int32:
+    """The chunk of a listed row."""
+    return (row >> CHUNK_SHIFT) & (MAX_CHUNKS - 1)
+
+
+@cute.jit
+def stage_two(h_in: cute.Pointer, first: Int32, end: Int32, shared: Shared, spec) -> Boolean:
+    """Read the listed rows `first` and, before `end`, first + 8; whether they are all written.
+
+    If so, they are quantised into shared memory, and their chunks get the arrivals.
+    """
     lane = cute.arch.lane_idx()
-    chunk = first + lane // ROW_LANES
-    entry = Int32(-1)
-    if chunk < end:
-        entry = shared.chunk_rows[chunk_slot(chunk, warp)]
+    mine = first + lane // ROW_LANES * LOADER_WARPS
+    row = Int32(0)
     words = cute.make_rmem_tensor(16, Int32)
-    if entry >= 0:
-        load_pieces(h_in, entry, words, spec)
-    polls = Int32(0)
-    while cute.arch.vote_any_sync((entry >= 0) & missing(words)):
-        if (entry >= 0) & missing(words):
-            load_pieces(h_in, entry, words, spec)
-        polls = polls + 1
-        if polls > POLL_LIMIT:
-            cute.arch.inline_ptx("trap;")
-    terms, scale = to_terms(words, 4, spec.terms)
-    if cutlass.const_expr(spec.h_slots < MAX_CHUNKS):
-        for r in cutlass.range_constexpr(2):
-            if (first + r >= spec.h_slots) & (first + r < end):  # No slot is used more than twice.
-                cute.arch.mbarrier_wait(shared.h_free + (first + r) % spec.h_slots, 0)
-    row = chunk_slot(chunk, warp) & 7
-    block = (lane >> 2) & 3
-    if entry >= 0:
-        for i in cutlass.range_constexpr(spec.terms):
-            octets = cute.recast_tensor(terms[i], Int64)
-            atom = (chunk % spec.h_slots * spec.h_blocks + block) * spec.terms + i
-            for j in cutlass.range_constexpr(4):
-                place = atom * 128 + swizzled_octet(row, piece_of(j))
-                cute.make_tensor(shared.h_octets + place, cute.make_layout(1))[0] = octets[j]
-        if (lane & 3) == 0:
-            shared.h_scale[(chunk * spec.h_blocks + block) * 8 + row] = scale
-    cute.arch.fence_view_async_shared()
-    for r in cutlass.range_constexpr(2):
-        if (first + r < end) & (lane // ROW_LANES == r):
-            cute.arch.mbarrier_arrive(shared.h_ready + first + r)
+    words.fill(1)
+    if mine < end:
+        row = shared.rows[mine]
+        load_pieces(h_in, row, words, spec)
+    complete = not cute.arch.vote_any_sync(missing(words))
+    if complete:
+        if cutlass.const_expr(spec.h_slots < MAX_CHUNKS):
+            for r in cutlass.range_constexpr(2):
+                if first + r * LOADER_WARPS < end:
+                    # The whole warp waits, for one slot after the other (see docs/facts.md).
+                    listed = shared.rows[first + r * LOADER_WARPS]
+                    used = chunk_of(cute.arch.make_warp_uniform(listed))
+                    if used >= spec.h_slots:  # No slot is used more than twice.
+                        cute.arch.mbarrier_wait(shared.h_free + used % spec.h_slots, 0)
+            cute.arch.sync_warp()
+        terms, scale = to_terms(words, 4, spec.terms)
+        if mine < end:
+            chunk = chunk_of(row)
+            place = (row >> PLACE_SHIFT) & 7
+            block = (lane >> 2) & 3
+            for i in cutlass.range_constexpr(spec.terms):
+                octets = cute.recast_tensor(terms[i], Int64)
+                atom = (chunk % spec.h_slots * spec.h_blocks + block) * spec.terms + i
+                for j in cutlass.range_constexpr(4):
+                    target = atom * 128 + swizzled_octet(place, piece_of(j))
+                    cute.make_tensor(shared.h_octets + target, cute.make_layout(1))[0] = octets[j]
+            if (lane & 3) == 0:
+                shared.h_scale[(chunk * spec.h_blocks + block) * 8 + place] = scale
+            cute.arch.fence_view_async_shared()
+            # The first row of a chunk also stands for the places that the chunk leaves empty.
+            arrivals = row >> ARRIVALS_SHIFT
+            cute.arch.mbarrier_arrive(shared.h_ready + chunk, arrive_count=arrivals)
+    return complete
 
 
 @cute.jit
@@ -141,42 +148,46 @@ def sleep_before_gate(shared: Shared):
 
 
 @cute.jit
-def load_h(h_words: cute.Pointer, warp: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """A loader warp's second life, after routing: stage its row of every chunk, in order.
+def load_h(
+    h_words: cute.Pointer, warp: Int32, num_tokens: Int32, shared: Shared, spec: cutlass.Constexpr
+):
+    """A loader warp's second life, after routing: stage rows warp, warp + 8, ... of the list.
 
-    Polls must not take bandwidth from the weights. While the CTA still issues up units, one row is
-    polled now and then; after that (the gate) a few words of all rows; and once all weights
+    Polls and reads take bandwidth from the weights. While the CTA still issues up units, one row
+    is polled now and then; after that (the gate) two words of two rows; and once all weights
     of the CTA have landed, the rows themselves are read until they are complete. One or two chunks
     are loaded so fast that nothing is gained by looking before that.
     """
     cute.arch.mbarrier_wait(shared.lists, 0)
-    h_in = h_words + shared.meta[2] * spec.h_words
-    chunks = shared.meta[1]
-    chunk = Int32(0)
-    polls = Int32(0)
+    h_in = h_words + cute.arch.make_warp_uniform(shared.meta[2]) * spec.h_words
+    rows = num_tokens * spec.top_k
+    stop = warp + (rows - warp + LOADER_WARPS - 1) // LOADER_WARPS * LOADER_WARPS
     if cutlass.const_expr(spec.two_groups_fit):
-        if chunks <= 2:  # Hence two groups at most.
+        if shared.meta[1] <= 2:  # Hence two groups at most.
             cute.arch.mbarrier_wait(shared.landed, 0)
-    while chunk < chunks:
-        ready = chunks - chunk
-        if not cute.arch.mbarrier_test_wait(shared.landed, 0):
-            is_open = cute.arch.mbarrier_test_wait(shared.gate, 0)
-            limit = chunks
-            if not is_open:
-                limit = chunk + 1
-            ready = count_written(h_in, chunk, limit, warp, shared, spec)
-            if (ready == 0) & (not is_open):
-                sleep_before_gate(shared)
-        for first in cutlass.range(chunk, chunk + ready, 2, unroll=1):
-            stage_two(h_in, first, chunk + ready, warp, shared, spec)
-        if (warp == 0) & (chunk == 0) & (ready > 0):
-            stamp(shared.trace, "h_first", spec)
-        chunk = chunk + ready
+    row = warp
+    end = row  # of the rows that are known to be written, or are read until they are
+    polls = Int32(0)
+    while row < stop:
+        if row == end:
+            end = stop
+            if not cute.arch.mbarrier_test_wait(shared.landed, 0):
+                is_open = cute.arch.mbarrier_test_wait(shared.gate, 0)
+                ahead = Int32(LOADER_WARPS)
+                if is_open:
+                    ahead = Int32(2 * LOADER_WARPS)
+                end = written_until(h_in, row, cutlass.min(row + ahead, stop), shared, spec)
+                if (row == end) & (not is_open):
+                    sleep_before_gate(shared)
         polls = polls + 1
-        if ready > 0:
-            polls = Int32(0)
         if polls > POLL_LIMIT:
             cute.arch.inline_ptx("trap;")
+        if row < end:
+            if stage_two(h_in, row, end, shared, spec):
+                if (warp == 0) & (row == 0):
+                    stamp(shared.trace, "h_first", spec)
+                row = cutlass.min(row + 2 * LOADER_WARPS, end)
+                polls = Int32(0)
     if warp == 0:
         stamp(shared.trace, "h_ready", spec)
 

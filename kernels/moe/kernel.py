@@ -8,7 +8,7 @@ Roles (20 warps, one CTA per SM):
   12-19  loaders: route token w, then load_h
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
   lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; all weights here)
-  h_ready[chunk] 128 (loaders)   h_free[slot] 4 (consumers; bf16 activations only)
+  h_ready[chunk] 128 (16 a place; loaders)   h_free[slot] 4 (consumers; bf16 activations only)
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: partial sums
   named 3, 4: mbarriers ready, for warps 8-19 and for the consumers
 Time:  route | first TMA | lists | up units ... | down groups ... | combine; the producer runs ahead
@@ -156,7 +156,7 @@ def moe_kernel(
         routed.arrive()
         # A CTA without down columns has no use for h and would not release its slots in turn.
         if cta < spec.column_blocks:
-            load_h(h_words, token, shared, spec)
+            load_h(h_words, token, x.shape[0], shared, spec)
 
 
 def up_view(w: cute.Tensor, spec: MoeSpec):

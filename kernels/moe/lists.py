@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_moe.kernels.moe.memory import Shared
+from cute_moe.kernels.moe.memory import ARRIVALS_SHIFT, CHUNK_SHIFT, PLACE_SHIFT, Shared
 from cute_moe.kernels.moe.spec import MAX_CHUNKS, PAIRS
 
 
@@ -52,8 +52,15 @@ def build_lists(num_tokens: Int32, epoch: Int32, shared: Shared, spec: cutlass.C
             index = shared.index[expert]
             rank = cute.arch.popc(shared.mask[expert] & ((Int32(1) << token) - 1))
             position = shared.pos_base[index] + rank
-            row = (shared.chunk_base[index] << 3) + position
-            shared.chunk_rows[row] = entry | ((index & 3) << 8)
+            chunk = shared.chunk_base[index] + (position >> 3)
+            place = position & 7
+            shared.chunk_rows[chunk * 8 + place] = entry | ((index & 3) << 8)
+            base = shared.row_base[index]
+            arrivals = Int32(1)
+            if place == 0:
+                arrivals = 9 - cutlass.min((base >> 8) - position, 8)
+            fields = (place << PLACE_SHIFT) | (chunk << CHUNK_SHIFT) | (arrivals << ARRIVALS_SHIFT)
+            shared.rows[(base & 0xFF) + position] = entry | fields
             shared.slot_of[index * 8 + token] = entry & 7
     if lane == 0:
         shared.meta[0] = count
@@ -69,6 +76,7 @@ def place_groups(count: Int32, shared: Shared) -> Int32:
     """Position of every active expert in its group and the group's first chunk; total chunks."""
     lane = cute.arch.lane_idx()
     chunks = Int32(0)
+    rows = Int32(0)
     for half in cutlass.range_constexpr(2):
         index = lane + 32 * half
         pairs = Int32(0)
@@ -83,15 +91,18 @@ def place_groups(count: Int32, shared: Shared) -> Int32:
         group_chunks = (group_pairs + 7) >> 3
         scan = Int32(0)
         if (lane & 3) == 3:
-            scan = group_chunks
+            scan = group_chunks | (group_pairs << 16)  # both sums in one word
         for s in cutlass.range_constexpr(5):
             left = cute.arch.shuffle_sync_up(scan, offset=1 << s, mask_and_clamp=0)
             if lane >= (1 << s):
                 scan = scan + left
         last = cute.arch.shuffle_sync(scan, offset=lane | 3)
         shared.pos_base[index] = inclusive - pairs
-        shared.chunk_base[index] = chunks + last - group_chunks
-        chunks = chunks + cute.arch.shuffle_sync(scan, offset=31)
+        shared.chunk_base[index] = chunks + (last & 0xFFFF) - group_chunks
+        shared.row_base[index] = (rows + (last >> 16) - group_pairs) | (group_pairs << 8)
+        total = cute.arch.shuffle_sync(scan, offset=31)
+        chunks = chunks + (total & 0xFFFF)
+        rows = rows + (total >> 16)
     return chunks
 
 

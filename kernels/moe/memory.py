@@ -25,6 +25,10 @@ LOADER_WARPS = 8
 CONSUMER_WARPS = 8
 NUM_META = 4  # active experts, chunks, parity; one unused word for alignment
 
+# Fields of an entry of `rows`: pair, place in its chunk, chunk, arrivals of a lane on the chunk.
+PAIR_MASK = 0xFF
+PLACE_SHIFT, CHUNK_SHIFT, ARRIVALS_SHIFT = 8, 12, 16
+
 
 def dtype_of(name: str):
     """The DSL's type of a dtype that a spec names."""
@@ -72,7 +76,9 @@ class Shared:
     slot_of: cute.Tensor  # [active][8 tokens] slot k or -1
     chunk_base: cute.Tensor  # [active + 1] first chunk of the expert's group
     pos_base: cute.Tensor  # [active] pairs before the expert in its group
+    row_base: cute.Tensor  # [active] pairs before its group | pairs of the group << 8
     chunk_rows: cute.Tensor  # [chunks][8] pair | position in group << 8, or -1
+    rows: cute.Tensor  # [row] by chunk and place: fields as above
     meta: cute.Tensor
     full: cute.Pointer
     empty: cute.Pointer
@@ -127,7 +133,9 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
         slot_of=words(Int32, PAIRS * 8),
         chunk_base=words(Int32, PAIRS + 1),
         pos_base=words(Int32, PAIRS),
+        row_base=words(Int32, PAIRS),
         chunk_rows=words(Int32, MAX_CHUNKS * 8),
+        rows=words(Int32, PAIRS),
         meta=words(Int32, NUM_META),
         full=bars,
         empty=bars + spec.stages,

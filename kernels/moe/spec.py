@@ -174,7 +174,7 @@ class MoeSpec:
             + self.max_own_columns * PAIRS * DOWN_COLS  # partial
             + PAIRS * 2  # weight, pick
             + 2 * self.num_experts  # mask, index
-            + PAIRS * (1 + 8 + 1)  # experts, slot_of, pos_base
+            + PAIRS * (1 + 8 + 3)  # experts, slot_of, pos_base, row_base, rows
             + _round_up(PAIRS + 1, 4)  # chunk_base
             + MAX_CHUNKS * 8  # chunk_rows
             + 4  # meta

@@ -97,7 +97,7 @@ def stage_two(h_in: cute.Pointer, first: Int32, end: Int32, shared: Shared, spec
         if cutlass.const_expr(spec.h_slots < MAX_CHUNKS):
             for r in cutlass.range_constexpr(2):
                 if first + r * LOADER_WARPS < end:
-                    # The whole warp waits, for one slot after the other (see docs/facts.md).
+                    # By the whole warp: lanes in one `mbarrier_wait` must share the barrier.
                     listed = shared.rows[first + r * LOADER_WARPS]
                     used = chunk_of(cute.arch.make_warp_uniform(listed))
                     if used >= spec.h_slots:  # No slot is used more than twice.

@@ -99,6 +99,13 @@ def start_ring(ring: Ring, src: cute.Tensor, first: Int32, end: Int32):
 
 
 @cute.jit
+def extent(ring: Ring, part: Int32, row_bytes: Int32):
+    """(first byte, bytes) of a part of a row."""
+    offset = part * ring.piece
+    return offset, cutlass.min(ring.piece, row_bytes - offset)
+
+
+@cute.jit
 def after(ring: Ring, token: Int32, part: Int32):
     """(token, part of its row) of the piece behind the given one."""
     part = part + 1
@@ -111,8 +118,7 @@ def after(ring: Ring, token: Int32, part: Int32):
 def fill(ring: Ring, src: cute.Tensor, token: Int32, part: Int32, count: Int32):
     """Load `count` pieces, from a part of a token on, into the stages from 0 on."""
     for stage in cutlass.range(count, unroll=1):
-        offset = part * ring.piece
-        nbytes = cutlass.min(ring.piece, src.shape[1] - offset)
+        offset, nbytes = extent(ring, part, src.shape[1])
         full = ring.full + stage
         target = ring.data + stage * ring.piece
         source = row_start(src, token) + offset
@@ -145,8 +151,7 @@ def copy_by_ring(
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             fill(ring, src, first + token, part, burst)
         for stage in cutlass.range(burst, unroll=1):
-            offset = part * ring.piece
-            nbytes = cutlass.min(ring.piece, src.shape[1] - offset)
+            offset, nbytes = extent(ring, part, src.shape[1])
             cute.arch.mbarrier_wait(ring.full + stage, turn & 1)
             source = ring.data + stage * ring.piece
             for j in cutlass.range(k, unroll=1):

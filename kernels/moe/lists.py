@@ -3,7 +3,7 @@
 Active experts stand in order of first appearance in (token, slot) order, so the first ones are
 those of token 0 and a producer can start on them before the lists exist. Four experts in a row
 form a down group; the (token, slot) pairs of a group, ordered by expert and token, fill chunks
-of eight, the N of one WGMMA.
+of eight, the N of one WGMMA. One list has the pairs of all groups in this order: the rows of h.
 """
 
 from __future__ import annotations

@@ -154,9 +154,9 @@ def load_h(
     """A loader warp's second life, after routing: stage rows warp, warp + 8, ... of the list.
 
     Polls and reads take bandwidth from the weights. While the CTA still issues up units, one row
-    is polled now and then; after that (the gate) two words of two rows; and once all weights
+    is polled now and then; after that (the gate) two words of two rows; and once the weights
     of the CTA have landed, the rows themselves are read until they are complete. One or two chunks
-    are loaded so fast that nothing is gained by looking before that.
+    are loaded so fast that nothing is gained by looking before all but two stages have landed.
     """
     cute.arch.mbarrier_wait(shared.lists, 0)
     h_in = h_words + cute.arch.make_warp_uniform(shared.meta[2]) * spec.h_words

@@ -4,10 +4,10 @@ Roles (20 warps, one CTA per SM):
   0-7    consumers: quantise x, then up_phase, down_phase and combine, as two warpgroups
   8      producer: the weight stream (TMA)
   9      lists: epoch, lists, down scales     10  clears the next launch's h
-  11     initialises the mbarriers
+  11     initialises the mbarriers but those of the stream, which the producer does
   12-19  loaders: route token w, then load_h
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
-  lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; all weights here)
+  lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; weights here)
   h_ready[chunk] 128 (16 a place; loaders)   h_free[slot] 4 (consumers; bf16 activations only)
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: partial sums
   named 3, 4: mbarriers ready, for warps 8-19 and for the consumers
@@ -28,7 +28,13 @@ from cute_moe.kernels.moe.combine import combine, routing_weights
 from cute_moe.kernels.moe.down import down_phase
 from cute_moe.kernels.moe.handover import clear_next, load_h
 from cute_moe.kernels.moe.lists import build_lists, load_scales
-from cute_moe.kernels.moe.memory import allocate, down_box_layout, init_barriers, up_layout
+from cute_moe.kernels.moe.memory import (
+    allocate,
+    down_box_layout,
+    init_barriers,
+    init_stream_barriers,
+    up_layout,
+)
 from cute_moe.kernels.moe.quantise import quantise_x
 from cute_moe.kernels.moe.routing import load_logits, route_token
 from cute_moe.kernels.moe.spec import MAX_GRID, MoeSpec
@@ -84,7 +90,7 @@ def moe_kernel(
     routed = pipeline.NamedBarrier(barrier_id=1, num_threads=288)
     consumers = pipeline.NamedBarrier(barrier_id=2, num_threads=256)
     others_start = pipeline.NamedBarrier(barrier_id=3, num_threads=384)
-    consumers_start = pipeline.NamedBarrier(barrier_id=4, num_threads=288)
+    consumers_start = pipeline.NamedBarrier(barrier_id=4, num_threads=320)
     if warp < 8:
         wait_for_inputs(spec)
         quantise_x(x, tid, shared, spec)
@@ -124,7 +130,9 @@ def moe_kernel(
             raw = load_logits(logits, Int32(0))
             cpasync.prefetch_descriptor(weights.up_atom)
             cpasync.prefetch_descriptor(weights.down_atom)
-            others_start.arrive_and_wait()
+            init_stream_barriers(shared, spec)
+            others_start.arrive()
+            consumers_start.arrive()
             produce(weights, raw, shared, spec)
         elif warp == 9:
             wait_for_inputs(spec)

@@ -14,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from cute_moe.kernels.moe.spec import (
     BLOCK,
     DOWN_COLS,
+    GROUP,
     MAX_CHUNKS,
     PAIRS,
     STAGE_BYTES,
@@ -52,12 +53,19 @@ def down_box_layout(spec: MoeSpec):
     )
 
 
+def down_group_layout(spec: MoeSpec):
+    """Ring as groups of experts: (4 x 16 columns, N, stage pairs); the bytes of four down boxes."""
+    shape = (GROUP * DOWN_COLS, spec.intermediate, spec.stages // 2)
+    return cute.tile_to_shape(swizzle_atom(), shape, (1, 0, 2))
+
+
 @dataclass(frozen=True)
 class Shared:
     """Views of shared memory, flat where no shape is given; then eight mbarriers, and the trace."""
 
     up: cute.Tensor  # ring, (64, 256, stages) e4m3
     down_box: cute.Tensor  # the same bytes, (16, N, 1, 2 stages)
+    down_group: cute.Tensor  # the same bytes, (64, N, stages / 2)
     ring: cute.Pointer  # the same bytes
     x: cute.Tensor  # (8 tokens x terms, K) e4m3, swizzled
     x_octets: cute.Pointer  # int64, the bytes of x
@@ -115,6 +123,7 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
     return Shared(
         up=swizzled(ring, up_layout(spec)),
         down_box=swizzled(ring, down_box_layout(spec)),
+        down_group=swizzled(ring, down_group_layout(spec)),
         ring=ring,
         x=swizzled(x, x_layout),
         x_octets=cute.recast_ptr(x, dtype=Int64),
@@ -150,26 +159,34 @@ def allocate(trace: cute.Pointer, spec: MoeSpec) -> Shared:
 
 
 @cute.jit
-def init_barriers(shared: Shared, spec: cutlass.Constexpr):
-    """Initialise every mbarrier; one warp, before the barrier that the others wait at.
+def init_stream_barriers(shared: Shared, spec: cutlass.Constexpr):
+    """Initialise the mbarriers that the producer warp uses; that warp, which then needs no other.
 
-    One lane with constant addresses: the instruction takes uniform registers only, so that an
-    init per lane becomes a loop over the lanes.
+    One lane with constant addresses, here and in `init_barriers`: the instruction takes uniform
+    registers only, so that an init per lane becomes a loop over the lanes.
     """
     with cute.arch.elect_one():
         for s in cutlass.range_constexpr(spec.stages):
             cute.arch.mbarrier_init(shared.full + s, 1)
             cute.arch.mbarrier_init(shared.empty + s, CONSUMER_WARPS)
+        cute.arch.mbarrier_init(shared.lists, 32)
+        cute.arch.mbarrier_init(shared.gate, 1)
+        cute.arch.mbarrier_init(shared.landed, 1)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def init_barriers(shared: Shared, spec: cutlass.Constexpr):
+    """Initialise all other mbarriers; one warp, before the barrier that the others wait at."""
+    with cute.arch.elect_one():
         # Writers arrive one by one, each for its own stores: the happens-before is then plain to
         # race checkers too, which do not follow a warp barrier into one lane's arrival.
         for c in cutlass.range_constexpr(MAX_CHUNKS):
             cute.arch.mbarrier_init(shared.h_ready + c, 16 * LOADER_WARPS)
         for c in cutlass.range_constexpr(spec.h_slots):
             cute.arch.mbarrier_init(shared.h_free + c, CONSUMER_WARPS // 2)
-        cute.arch.mbarrier_init(shared.lists, 32)
         cute.arch.mbarrier_init(shared.scales, 32)
-        cute.arch.mbarrier_init(shared.gate, 1)
-        cute.arch.mbarrier_init(shared.landed, 1)
         cute.arch.mbarrier_init_fence()
     cute.arch.sync_warp()
 

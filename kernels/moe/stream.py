@@ -112,8 +112,6 @@ def stream_up(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.
                 num_bytes = Int32(STAGE_BYTES + 2 * spec.unit_scale_bytes)
             acquire(shared, step, num_bytes, spec)
             stage = step % spec.stages
-            if s == 0:
-                copy_unit_scales(weights, unit, expert, stage, shared, spec)
             part = unit % per_expert
             if cutlass.const_expr(spec.raw_rows):
                 coord = ((0, expert, part), (0, s))
@@ -126,6 +124,8 @@ def stream_up(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.
                 tma_bar_ptr=shared.full + stage,
                 cache_policy=Int64(EVICT_FIRST),
             )
+            if s == 0:
+                copy_unit_scales(weights, unit, expert, stage, shared, spec)
             step = step + 1
         unit = unit + spec.grid
         cute.arch.mbarrier_wait(shared.lists, 0)
@@ -184,7 +184,13 @@ def produce(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Co
     cute.arch.mbarrier_wait(shared.lists, 0)
     step = stream_down(weights, step, shared, spec)
     stamp(shared.trace, "down_issued", spec)
-    for s in cutlass.range(cutlass.max(step - spec.stages, 0), step, unroll=1):
+    # With one or two chunks the loaders start to read when all stages but two are here.
+    first = cutlass.max(step - spec.stages, 0)
+    enough = step - 1
+    if shared.meta[1] <= 2:
+        enough = cutlass.max(step - 3, first)
+    for s in cutlass.range(first, step, unroll=1):
         cute.arch.mbarrier_wait(shared.full + s % spec.stages, (s // spec.stages) & 1)
-    arrive_warp(shared.landed)
+        if s == enough:
+            arrive_warp(shared.landed)
     stamp(shared.trace, "landed", spec)

@@ -10,7 +10,14 @@ from argmin_cases import DTYPES, GEOMETRIES, KINDS, make_values, random_shape, s
 
 import cute_moe
 from cute_moe.host.compile import compile_report
-from cute_moe.kernels.argmin.spec import ITEM_BYTES, STAGE_BYTES, THREADS, plan
+from cute_moe.kernels.argmin.spec import (
+    ITEM_BYTES,
+    LINE_BYTES,
+    STAGE_BYTES,
+    STAGE_STRIDE,
+    THREADS,
+    plan,
+)
 
 module = importlib.import_module("cute_moe.argmin")  # the package has the function by that name
 FUNCTIONS = [(cute_moe.argmin, torch.argmin), (cute_moe.argmax, torch.argmax)]
@@ -177,6 +184,9 @@ def test_plans_cover_everything() -> None:
             row_bytes = min(width, inner) * item
             assert walk.tz == 1 and walk.depth * row_bytes <= STAGE_BYTES, label
             assert walk.depth == 1 or walk.tiles == 1, label
+            # A copy from the last place of a line on that an element can have.
+            granules = -(-(walk.depth * row_bytes + 16 - item) // 16)
+            assert LINE_BYTES - 16 + 16 * granules <= STAGE_STRIDE, label
     assert len(kinds) == 12, kinds
 
 

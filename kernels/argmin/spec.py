@@ -8,7 +8,9 @@ from typing import NamedTuple
 THREADS = 256
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 STAGE_BYTES = 16 * 1024
-STAGE_STRIDE = STAGE_BYTES + 128  # a copy starts and ends at multiples of 16 bytes
+LINE_BYTES = 128
+# A copy starts where its first byte lies within a line, and ends at a multiple of 16 bytes.
+STAGE_STRIDE = STAGE_BYTES + LINE_BYTES
 
 
 @dataclass(frozen=True)

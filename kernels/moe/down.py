@@ -1,8 +1,9 @@
 """Phase 4: down-projection of stacked experts; two consumer warpgroups take groups in turn.
 
 A WGMMA's 64 rows are 16 output columns of four experts and its 8 columns are (token, slot) pairs
-of those experts; warp w of the warpgroup keeps the pairs of expert w, the diagonal blocks. Its
-weights come from registers where h is awaited last, else from the ring.
+of those experts; warp w of the warpgroup keeps the pairs of expert w, the diagonal blocks. The
+weights come from registers where h is awaited last or several chunks share them, else from the
+ring.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def down_group_from_ring(
 def down_phase(
     columns: Int32, step: Int32, tid: Int32, half: Int32, shared: Shared, spec: cutlass.Constexpr
 ):
-    """This CTA's column blocks over all groups; where there are two at most, h comes last."""
+    """This CTA's column blocks over all groups; with two or one of them h comes last."""
     groups = (shared.meta[0] + GROUP - 1) // GROUP
     # Nobody waits for the stages of the last group to be free, if they all fit the ring.
     refilled = cutlass.const_expr(2 * spec.max_own_columns > spec.stages)

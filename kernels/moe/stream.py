@@ -16,7 +16,7 @@ from cute_moe.kernels.device.policy import EVICT_FIRST
 from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import Shared, arrive_warp
 from cute_moe.kernels.moe.routing import is_packed, pop_best, sort_candidates
-from cute_moe.kernels.moe.spec import STAGE_BYTES
+from cute_moe.kernels.moe.spec import GROUP, STAGE_BYTES
 
 
 class Weights(NamedTuple):
@@ -156,7 +156,7 @@ def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Con
         cute.group_modes(tiles, 0, 3),
     )
     active = shared.meta[0]
-    for group in cutlass.range((active + 3) // 4, unroll=1):
+    for group in cutlass.range((active + GROUP - 1) // GROUP, unroll=1):
         for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
             for pair in cutlass.range(2 * group, 2 * group + 2, unroll=1):
                 left = cutlass.max(cutlass.min(active - 2 * pair, 2), 0)

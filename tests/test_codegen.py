@@ -25,7 +25,9 @@ def check_moe(report, spec: MoeSpec) -> None:
     counts = report.counts
     assert report.smem_bytes == spec.smem_bytes
     assert counts[f"QGMMA.64x{8 * spec.terms}x32"] == counts["QGMMA"] > 0
-    assert counts["LDSM"] == 4 * spec.h_blocks, "down weights go to registers"
+    assert counts["LDSM"] == 4 * spec.h_blocks, "down weights that wait for h go to registers"
+    products = 8 + 2 * 4 * spec.h_blocks  # a stage of an up unit; down from registers and ring
+    assert counts["QGMMA"] == products, "unrolled, one accumulator each"
     assert counts["UTMALDG.5D"] == (2 if spec.raw_rows else 1)
     assert counts["UTMALDG"] == 2
     assert counts["USETMAXREG"] == 3, "one per role branch"

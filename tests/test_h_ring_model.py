@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import pytest
-from model_checker import DONE, Process, Verdict, Violation, explore
+from model_checker import DONE, Process, Verdict, Violation, explore, put
 
 from cute_moe.kernels.moe.memory import LOADER_WARPS
 from cute_moe.kernels.moe.spec import GROUP, MAX_TOKENS, MoeSpec
@@ -36,10 +36,6 @@ class Rules:
 
 
 SOUND = Rules()
-
-
-def put(values: tuple, index: int, value: object) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 def loader(rules: Rules, number: int, sizes: Sequence[int]) -> Process:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
-from model_checker import DONE, Process, Verdict, Violation, explore, explore_launches
+from model_checker import DONE, Process, Verdict, Violation, explore, explore_launches, put
 
 WORDS = 2  # Per buffer.
 EPOCHS = 4  # More than any grid here, so that some words have no CTA of their own.
@@ -57,10 +57,6 @@ class Launch:
     def clearer(self, word: int) -> int:
         """Not the writer where the grid has two, so that the shares do not coincide."""
         return (word + 1) % self.grid
-
-
-def put(values: tuple, index: int, value: object) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 def put_word(shared: Shared, buffer: int, word: int, value: int) -> Shared:

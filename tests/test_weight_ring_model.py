@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pytest
-from model_checker import DONE, Process, Verdict, Violation, explore
+from model_checker import DONE, Process, Verdict, Violation, explore, put
 
 RING, REGISTERS = "ring", "registers"  # where the consumer of a group waits for h with the weights
 CONSUMERS = 2
@@ -49,10 +49,6 @@ class State:
     released: tuple[tuple[bool, bool], ...]
     used: tuple[bool, ...]
     h: tuple[bool, ...]
-
-
-def put(values: tuple, index: int, value: object) -> tuple:
-    return (*values[:index], value, *values[index + 1 :])
 
 
 def change(state: State, **fields: object) -> State:

@@ -18,6 +18,8 @@ from cute_moe.kernels.moe.memory import Shared, arrive_warp
 from cute_moe.kernels.moe.spec import DOWN_COLS, GROUP, MAX_CHUNKS, PAIRS, STAGE_BYTES
 from cute_moe.kernels.moe.up import accumulators, block_sum, issue, skip_stages, tiled_mma
 
+REGISTER_GROUPS = 2  # with so many groups at most, all weights wait in registers for h
+
 
 @cute.jit
 def load_weights(stage: Int32, tid: Int32, a: cute.Tensor, shared: Shared):
@@ -167,14 +169,14 @@ def down_group_from_ring(
 def down_phase(
     columns: Int32, step: Int32, tid: Int32, half: Int32, shared: Shared, spec: cutlass.Constexpr
 ):
-    """This CTA's column blocks over all groups; with two or one of them h comes last."""
+    """This CTA's column blocks over all groups."""
     groups = (shared.meta[0] + GROUP - 1) // GROUP
     # Nobody waits for the stages of the last group to be free, if they all fit the ring.
     refilled = cutlass.const_expr(2 * spec.max_own_columns > spec.stages)
     for group in cutlass.range(groups, unroll=1):
         if (group & 1) == half:
             base = shared.chunk_base[GROUP * group]
-            if (groups > 2) & (base + 1 == shared.chunk_base[GROUP * group + GROUP]):
+            if (groups > REGISTER_GROUPS) & (base + 1 == shared.chunk_base[GROUP * group + GROUP]):
                 step = down_group_from_ring(group, columns, step, tid, shared, spec)
             else:
                 step = down_group_from_registers(group, columns, step, tid, shared, spec)

@@ -15,6 +15,7 @@ from cute_moe.kernels.device.trace import stamp
 from cute_moe.kernels.moe.memory import (
     ARRIVALS_SHIFT,
     CHUNK_SHIFT,
+    FEW_CHUNKS,
     LOADER_WARPS,
     PAIR_MASK,
     PLACE_SHIFT,
@@ -155,15 +156,16 @@ def load_h(
 
     Polls and reads take bandwidth from the weights. While the CTA still issues up units, one row
     is polled now and then; after that (the gate) two words of two rows; and once the weights
-    of the CTA have landed, the rows themselves are read until they are complete. One or two chunks
-    are loaded so fast that nothing is gained by looking before all but two stages have landed.
+    of the CTA have landed, the rows themselves are read until they are complete. Few chunks are
+    loaded so fast that nothing is gained by looking earlier; for them `landed` comes a little
+    before the last weights do.
     """
     cute.arch.mbarrier_wait(shared.lists, 0)
     h_in = h_words + cute.arch.make_warp_uniform(shared.meta[2]) * spec.h_words
     rows = num_tokens * spec.top_k
     stop = warp + (rows - warp + LOADER_WARPS - 1) // LOADER_WARPS * LOADER_WARPS
     if cutlass.const_expr(spec.two_groups_fit):
-        if shared.meta[1] <= 2:  # Hence two groups at most.
+        if shared.meta[1] <= FEW_CHUNKS:
             cute.arch.mbarrier_wait(shared.landed, 0)
     row = warp
     end = row  # of the rows that are known to be written, or are read until they are

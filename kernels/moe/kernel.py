@@ -7,7 +7,7 @@ Roles (20 warps, one CTA per SM):
   11     initialises the mbarriers but those of the stream, which the producer does
   12-19  loaders: route token w, then load_h
 Barriers (arrivals):  full[stage] 1 + bytes (producer, TMA)   empty[stage] 8 (consumer warps)
-  lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; most weights here)
+  lists 32, scales 32 (warp 9)   gate, landed 1 (producer: up units issued; weights here)
   h_ready[chunk] 128 (16 a place; loaders)   h_free[slot] 4 (consumers; bf16 activations only)
   named 1: routing done (loaders arrive, warp 9 waits)   named 2: partial sums
   named 3, 4: mbarriers ready, for warps 9-19 and for the consumers

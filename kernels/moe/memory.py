@@ -24,6 +24,7 @@ from cute_moe.kernels.moe.spec import (
 
 LOADER_WARPS = 8
 CONSUMER_WARPS = 8
+FEW_CHUNKS = 2  # so few are loaded at the end, in one go; they have at most two groups
 NUM_META = 4  # active experts, chunks, parity; one unused word for alignment
 
 # Fields of an entry of `rows`: pair, place in its chunk, chunk, arrivals of a lane on the chunk.

@@ -14,9 +14,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_moe.kernels.device.policy import EVICT_FIRST
 from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe.memory import Shared, arrive_warp
+from cute_moe.kernels.moe.memory import FEW_CHUNKS, Shared, arrive_warp
 from cute_moe.kernels.moe.routing import is_packed, pop_best, sort_candidates
 from cute_moe.kernels.moe.spec import GROUP, STAGE_BYTES
+
+EARLY_STAGES = 2  # not awaited before the loaders may read few chunks of h
 
 
 class Weights(NamedTuple):
@@ -184,11 +186,10 @@ def produce(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Co
     cute.arch.mbarrier_wait(shared.lists, 0)
     step = stream_down(weights, step, shared, spec)
     stamp(shared.trace, "down_issued", spec)
-    # With one or two chunks the loaders start to read when all stages but two are here.
     first = cutlass.max(step - spec.stages, 0)
     enough = step - 1
-    if shared.meta[1] <= 2:
-        enough = cutlass.max(step - 3, first)
+    if shared.meta[1] <= FEW_CHUNKS:
+        enough = cutlass.max(enough - EARLY_STAGES, first)
     for s in cutlass.range(first, step, unroll=1):
         cute.arch.mbarrier_wait(shared.full + s % spec.stages, (s // spec.stages) & 1)
         if s == enough:

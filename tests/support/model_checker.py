@@ -20,6 +20,11 @@ Local = Hashable
 Step = Callable[[Shared, Local], Iterable[tuple[Shared, Local]]]
 
 
+def put(values: tuple, index: int, value: object) -> tuple:
+    """`values` with one entry replaced."""
+    return (*values[:index], value, *values[index + 1 :])
+
+
 class Violation(Exception):
     """Raised by a step that breaks a safety rule, such as using a stale word."""
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from cute_moe import dispatch_reference as reference
-from cute_moe.host.check import Contract, TensorRule
+from cute_moe.host.check import Contract, TensorRule, dtype_name
 from cute_moe.host.device import device_facts
 from cute_moe.host.launch import KernelCache
-from cute_moe.kernels.device.vector import vector_bytes
+from cute_moe.kernels.device.sizes import vector_bytes
 from cute_moe.kernels.dispatch.spec import (
     MAX_CHUNK_ITEMS,
     MAX_EXPERTS,
@@ -192,7 +192,7 @@ def _vector(out: torch.Tensor, source: torch.Tensor) -> int:
 
 
 def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return dtype_name(tensor.dtype)
 
 
 def _run_dispatch(

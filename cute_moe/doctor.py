@@ -16,8 +16,8 @@ from cute_moe.host.device import device_facts, why_unsupported
 from cute_moe.host.report import KernelReport, compile_report
 from cute_moe.host.toolchain import DEFAULT_ARCH
 from cute_moe.kernels import registry
+from cute_moe.kernels.device.sizes import SMEM_LIMIT
 
-MAX_SMEM_BYTES = 232448  # 227 KB: what one CTA can have on sm_90
 PACKAGES = ("cute-moe", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python",
             "safetensors", "numpy")  # fmt: skip
 COUNTED = ("QGMMA", "UTMALDG")
@@ -78,8 +78,8 @@ def problems_of(report: KernelReport) -> list[str]:
         found.append(f"uses local memory (stack {report.stack_bytes} bytes)")
     if report.smem_bytes is None:
         found.append("shared memory not found out")
-    elif report.smem_bytes > MAX_SMEM_BYTES:
-        found.append(f"shared memory {report.smem_bytes} bytes, over {MAX_SMEM_BYTES}")
+    elif report.smem_bytes > SMEM_LIMIT:
+        found.append(f"shared memory {report.smem_bytes} bytes, over {SMEM_LIMIT}")
     return found
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from cute_moe import reference
-from cute_moe.host.check import Contract, TensorRule
+from cute_moe.host.check import Contract, TensorRule, dtype_name
 from cute_moe.host.device import device_facts, has_sm90
 from cute_moe.host.launch import KernelCache
 from cute_moe.host.scratch import BASE_ALIGN, Region, ScratchLayout
-from cute_moe.kernels.moe.spec import MAX_TOKENS, MAX_TOP_K, MoeSpec
+from cute_moe.kernels.moe.spec import MAX_TOKENS, MoeSpec
 
 SHAPE = MoeSpec()
 _FP8 = torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16)
-_DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# Fields of MoeSpec that are arguments of mono_moe.
+_OPTIONS = ("top_k", "scoring_func", "renormalize", "interleave_up", "activations", "programmatic")
 _SCRATCH = ScratchLayout([Region(n, size, zeroed=True) for n, size in SHAPE.scratch_regions])
 
 
@@ -92,32 +94,6 @@ def _swap_row_groups(w: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
     return swapped.view(e, rows, k).view(w.dtype)
 
 
-def _check_options(
-    top_k: int,
-    scoring_func: str,
-    renormalize: bool,
-    interleave_up: bool,
-    activations: str,
-    programmatic: bool,
-) -> None:
-    if isinstance(top_k, bool) or not isinstance(top_k, int):
-        raise TypeError(f"top_k: expected an int, got {type(top_k).__name__}")
-    if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(f"top_k: expected 1..{MAX_TOP_K}, got {top_k}")
-    if scoring_func not in ("softmax", "sigmoid"):
-        raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {scoring_func!r}")
-    if activations not in ("fp8", "bf16"):
-        raise ValueError(f"activations: expected 'fp8' or 'bf16', got {activations!r}")
-    flags = {
-        "renormalize": renormalize,
-        "interleave_up": interleave_up,
-        "programmatic": programmatic,
-    }
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
-
-
 def mono_moe(
     activations_in: torch.Tensor,
     router_logits: torch.Tensor,
@@ -163,10 +139,10 @@ def mono_moe(
     """
     inputs = (activations_in, router_logits, expert_weights_up, expert_scales_up,
               expert_weights_down, expert_scales_down)  # fmt: skip
+    options = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
     failure = None
     try:
-        key = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic,
-               router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
+        key = (*options, router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
                activations_in.get_device())  # fmt: skip
         kernel = _KERNELS.lookup(key)
         # True and 8.0 find what 1 and 8 find, hence the look at the types.
@@ -177,12 +153,13 @@ def mono_moe(
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         failure = error
     # These two name the wrong argument, if there is one.
-    _check_options(top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
+    named = dict(zip(_OPTIONS, options, strict=True))
+    MoeSpec(**named)
     tokens = _check_tensors(inputs, out, scratchpad)
     if failure:
         raise failure
     if tokens and activations_in.device.type == "cuda":
-        kernel = _KERNELS.get(_spec(key), activations_in.device, key)
+        kernel = _KERNELS.get(_spec(named, inputs), activations_in.device, key)
         return _launch(kernel, inputs, out, scratchpad)
     if out is None:
         out = torch.empty_like(activations_in)
@@ -234,21 +211,15 @@ def _check_tensors(
     return tokens
 
 
-def _spec(key: tuple) -> MoeSpec:
-    """The kernel variant of a launch key."""
-    top_k, scoring, renormalize, raw_rows, activations, programmatic, *dtypes, index = key
-    logits, scales_up, scales_down = dtypes
+def _spec(options: dict[str, Any], inputs: tuple[torch.Tensor, ...]) -> MoeSpec:
+    """The kernel variant for checked options and inputs on a GPU."""
+    x, logits, _, scales_up, _, scales_down = inputs
     return MoeSpec(
-        top_k=top_k,
-        scoring=scoring,
-        renormalize=renormalize,
-        logits_dtype=_DTYPE_NAMES[logits],
-        scales_up_dtype=_DTYPE_NAMES[scales_up],
-        scales_down_dtype=_DTYPE_NAMES[scales_down],
-        raw_rows=raw_rows,
-        activations=activations,
-        programmatic=programmatic,
-        grid=device_facts(index).sm_count,
+        **options,
+        logits_dtype=dtype_name(logits.dtype),
+        scales_up_dtype=dtype_name(scales_up.dtype),
+        scales_down_dtype=dtype_name(scales_down.dtype),
+        grid=device_facts(x.get_device()).sm_count,
     )
 
 

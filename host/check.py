@@ -7,6 +7,11 @@ from typing import Any
 import torch
 
 
+def dtype_name(kind: torch.dtype | torch.layout) -> str:
+    """The name without its module, such as "bfloat16"; specs and errors use it."""
+    return str(kind).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class TensorRule:
     """What one tensor argument must be: row-major contiguous, of these dtypes and this shape.
@@ -23,7 +28,7 @@ class TensorRule:
     def describe(self, device: torch.device) -> str:
         """The rule in words, such as "[M, 2048] bfloat16, contiguous, ... on cuda:0"."""
         sizes = ", ".join(str(size) for size in self.shape)
-        dtypes = " or ".join(_dtype_name(dtype) for dtype in self.dtypes)
+        dtypes = " or ".join(dtype_name(dtype) for dtype in self.dtypes)
         return f"[{sizes}] {dtypes}, contiguous, {self.align}-byte aligned, on {device}"
 
 
@@ -156,10 +161,6 @@ def _compile_quick_check(
     return scope["quick"]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _is_as_ruled(rule: TensorRule, tensor: torch.Tensor, device: torch.device) -> bool:
     """Everything but sizes and alignment: layout, rank, dtype, device and contiguity."""
     return (
@@ -181,9 +182,9 @@ def _past_alignment(tensor: torch.Tensor, rule: TensorRule) -> int:
 def _describe(tensor: torch.Tensor, rule: TensorRule, past: int) -> str:
     """What came, in the words of `TensorRule.describe`; `past`: bytes past the alignment."""
     sizes = ", ".join(str(size) for size in tensor.shape)
-    text = f"[{sizes}] {_dtype_name(tensor.dtype)}"
+    text = f"[{sizes}] {dtype_name(tensor.dtype)}"
     if tensor.layout != torch.strided:
-        return f"{text}, layout {_dtype_name(tensor.layout)}, on {tensor.device}"
+        return f"{text}, layout {dtype_name(tensor.layout)}, on {tensor.device}"
     if not tensor.is_contiguous():
         text += f", strides {list(tensor.stride())}"
     elif past:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from cute_moe.host.check import Contract, TensorRule
+from cute_moe.kernels.device.sizes import round_up
 
 BASE_ALIGN = 128
 
@@ -42,10 +43,10 @@ class ScratchLayout:
                 raise ValueError(
                     f"{region.name}: expected a new name and nbytes >= 0, got {region}"
                 )
-            start = _round_up(end, region.align)
+            start = round_up(end, region.align)
             end = start + region.nbytes
             self._places[region.name] = (start, end)
-        self.nbytes = _round_up(end, BASE_ALIGN)
+        self.nbytes = round_up(end, BASE_ALIGN)
 
     def offset(self, name: str) -> int:
         """First byte of a region; KeyError for an unknown name."""
@@ -79,7 +80,3 @@ class ScratchLayout:
         """The bytes of one region of a buffer: uint8 [nbytes of the region]."""
         start, end = self._places[name]
         return tensor[start:end]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -21,11 +21,11 @@ def _mono_moe() -> list[Kernel]:
         "mono_moe": MoeSpec(),
         "mono_moe, bf16 activations": MoeSpec(activations="bf16"),
         "mono_moe, programmatic": MoeSpec(programmatic=True),
-        "mono_moe, interleaved rows": MoeSpec(raw_rows=False),
+        "mono_moe, interleaved rows": MoeSpec(interleave_up=False),
         "mono_moe, bf16 activations, 78 SMs": MoeSpec(activations="bf16", grid=78),
         "mono_moe, bf16 activations, 16 SMs": MoeSpec(activations="bf16", grid=16),
         "mono_moe, sigmoid, fp32 logits, bf16 scales, 16 SMs": MoeSpec(
-            scoring="sigmoid",
+            scoring_func="sigmoid",
             logits_dtype="float32",
             scales_up_dtype="bfloat16",
             scales_down_dtype="bfloat16",

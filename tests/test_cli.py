@@ -16,6 +16,7 @@ from cute_moe import demo, doctor, reference
 from cute_moe import layer as layer_module
 from cute_moe.demo import DemoOptions, Row, run_demo
 from cute_moe.host.report import KernelReport
+from cute_moe.kernels.device.sizes import SMEM_LIMIT
 from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
 
 SMALL = LayerShape(num_experts=8, hidden=256, intermediate=128, top_k=2)
@@ -130,8 +131,8 @@ def test_doctor_command(capsys) -> None:
         ({"spill_bytes": 8}, "spills 8 bytes"),
         ({"stack_bytes": 16}, "local memory (stack 16 bytes)"),
         ({"counts": Counter({"LDL": 1})}, "local memory"),
-        ({"smem_bytes": doctor.MAX_SMEM_BYTES}, None),
-        ({"smem_bytes": doctor.MAX_SMEM_BYTES + 1}, "over 232448"),
+        ({"smem_bytes": SMEM_LIMIT}, None),
+        ({"smem_bytes": SMEM_LIMIT + 1}, "over 232448"),
         ({"smem_bytes": None}, "not found out"),
     ],
 )

@@ -3,7 +3,8 @@
 import pytest
 
 from cute_moe.host.compile import compile_report
-from cute_moe.kernels.moe.spec import SMEM_LIMIT, MoeSpec
+from cute_moe.kernels.device.sizes import SMEM_LIMIT
+from cute_moe.kernels.moe.spec import MoeSpec
 from cute_moe.kernels.registry import kernels
 
 
@@ -28,7 +29,7 @@ def check_moe(report, spec: MoeSpec) -> None:
     assert counts["LDSM"] == 4 * spec.h_blocks, "down weights that wait for h go to registers"
     products = 8 + 2 * 4 * spec.h_blocks  # a stage of an up unit; down from registers and ring
     assert counts["QGMMA"] == products, "unrolled, one accumulator each"
-    assert counts["UTMALDG.5D"] == (2 if spec.raw_rows else 1)
+    assert counts["UTMALDG.5D"] == (2 if spec.interleave_up else 1)
     assert counts["UTMALDG"] == 2
     assert counts["USETMAXREG"] == 3, "one per role branch"
     assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"

@@ -17,7 +17,7 @@ from dispatch_cases import (
 import cute_moe
 from cute_moe import dispatch_ops as ops
 from cute_moe import dispatch_reference as reference
-from cute_moe.kernels.device.vector import vector_bytes
+from cute_moe.kernels.device.sizes import vector_bytes
 
 pytestmark = pytest.mark.gpu
 INDEX_OF_VECTOR = {1: torch.int32, 2: torch.int64, 4: torch.int32, 8: torch.int64, 16: torch.int32}

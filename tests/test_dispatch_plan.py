@@ -5,14 +5,13 @@ import itertools
 import pytest
 import torch
 
-from cute_moe.kernels.device.vector import vector_bytes
+from cute_moe.kernels.device.sizes import SMEM_LIMIT, vector_bytes
 from cute_moe.kernels.dispatch.spec import (
     MAX_CHUNK_ITEMS,
     MAX_EXPERTS,
     MAX_GRID_Y,
     MAX_IDS,
     MAX_SIZE,
-    SMEM_BYTES,
     WARP,
     CombineSpec,
     CountSpec,
@@ -87,7 +86,7 @@ def test_sort_plans_fit(num_experts: int, vector: int, row_bytes: int) -> None:
         plan = plan_sort(tokens, top_k, num_experts, "int64", vector, row_bytes, SMS)
         spec = plan.spec
         assert num_experts <= spec.capacity and spec.capacity.bit_count() == 1
-        assert spec.rank_warps >= 1 and spec.smem_bytes <= SMEM_BYTES
+        assert spec.rank_warps >= 1 and spec.smem_bytes <= SMEM_LIMIT
         assert 1 <= plan.chunks <= tokens * (1 if vector else top_k)
         if vector:
             assert -(-tokens // plan.chunks) * top_k <= MAX_CHUNK_ITEMS

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cute_moe.kernels.device.sizes import ceil_div, power_of_two
+
 THREADS = 256
 ITEM_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}
 STAGE_BYTES = 16 * 1024
@@ -112,9 +114,9 @@ def plan(
         walk = _walk_columns(scan, sizes, sm_count)
     outputs = outer * inner
     pairs = walk.splits * outputs
-    workers = 1 << (walk.splits - 1).bit_length()
+    workers = power_of_two(walk.splits)
     tx = max(THREADS // workers, min(outputs, 32))
-    return Plan(scan, walk, outputs, pairs + _divide(pairs, 2), tx)
+    return Plan(scan, walk, outputs, pairs + ceil_div(pairs, 2), tx)
 
 
 def _walk_rows(scan: ScanSpec, sizes: tuple[int, int, int], sm_count: int) -> Walk:
@@ -122,10 +124,10 @@ def _walk_rows(scan: ScanSpec, sizes: tuple[int, int, int], sm_count: int) -> Wa
     outer, reduce, _ = sizes
     steps = max(reduce // scan.vector, 1)
     batch = THREADS * scan.unroll
-    lanes = min(max(_power_of_two(_divide(steps, scan.unroll)), 2 * scan.vector), 32)
+    lanes = min(max(power_of_two(ceil_div(steps, scan.unroll)), 2 * scan.vector), 32)
     if steps <= 32 * scan.unroll or outer * 32 >= 8 * sm_count * THREADS:
         return _cut(sizes, steps, 1, 1, 1, lanes, THREADS // lanes)
-    splits = min(_divide(2 * steps, batch), _divide(16 * sm_count, outer))
+    splits = min(ceil_div(2 * steps, batch), ceil_div(16 * sm_count, outer))
     return _cut(sizes, steps, splits, 1, 1, THREADS, 1)
 
 
@@ -135,15 +137,15 @@ def _walk_columns(scan: ScanSpec, sizes: tuple[int, int, int], sm_count: int) ->
     vectors = inner // scan.vector
     tx = min(vectors, THREADS)
     while True:
-        tiles = _divide(vectors, tx)
-        tx = _divide(vectors, tiles)
-        ty = max(min(THREADS // tx, _divide(reduce, scan.unroll)), 1)
+        tiles = ceil_div(vectors, tx)
+        tx = ceil_div(vectors, tiles)
+        ty = max(min(THREADS // tx, ceil_div(reduce, scan.unroll)), 1)
         tz = THREADS // (tx * ty) if tiles == 1 else 1
-        blocks = tiles * _divide(outer, tz)
+        blocks = tiles * ceil_div(outer, tz)
         if blocks >= 2 * sm_count or tx <= 32 or reduce <= ty * scan.unroll:
             break
-        tx = _divide(tx, 2)
-    splits = min(_divide(8 * sm_count, blocks), reduce // (8 * ty * scan.unroll))
+        tx = ceil_div(tx, 2)
+    splits = min(ceil_div(8 * sm_count, blocks), reduce // (8 * ty * scan.unroll))
     return _cut(sizes, reduce, splits, tiles, tx, ty, tz)
 
 
@@ -154,13 +156,13 @@ def _walk_stream(scan: ScanSpec, sizes: tuple[int, int, int], sm_count: int) -> 
     """
     outer, reduce, inner = sizes
     item = ITEM_BYTES[scan.dtype]
-    tiles = _divide(inner, scan.threads * scan.columns)
-    tx = _divide(inner, tiles * scan.columns)
+    tiles = ceil_div(inner, scan.threads * scan.columns)
+    tx = ceil_div(inner, tiles * scan.columns)
     depth = max(STAGE_BYTES // (inner * item), 1) if tiles == 1 else 1
     blocks = outer * tiles
 
     def cost(splits: int) -> float:
-        share = _divide(blocks * splits, sm_count) / splits * sm_count / blocks
+        share = ceil_div(blocks * splits, sm_count) / splits * sm_count / blocks
         return share + (splits > 1) * splits * PAIR_BYTES / (reduce * item)
 
     most = min(max(reduce // (8 * depth), 1), sm_count)
@@ -179,14 +181,6 @@ def _cut(
     depth: int = 1,
 ) -> Walk:
     """The walk with `steps` cut into about `splits` equal chunks, none of them empty."""
-    splits = max(splits, _divide(steps, MAX_CHUNK), 1)
-    chunk = _divide(steps, splits)
-    return Walk(*sizes, chunk, _divide(steps, chunk), tiles, tx, ty, tz, depth)
-
-
-def _divide(value: int, by: int) -> int:
-    return -(-value // by)
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
+    splits = max(splits, ceil_div(steps, MAX_CHUNK), 1)
+    chunk = ceil_div(steps, splits)
+    return Walk(*sizes, chunk, ceil_div(steps, chunk), tiles, tx, ty, tz, depth)

@@ -5,6 +5,8 @@ Rows are moved as vectors of `vector` bytes (1, 2, 4, 8 or 16); dtypes go by tor
 
 from dataclasses import dataclass
 
+from cute_moe.kernels.device.sizes import SMEM_LIMIT, ceil_div, power_of_two, round_up
+
 MAX_SIZE = 1 << 30  # tokens, rows, and bytes of a row: with room for a step in 32 bits
 MAX_IDS = 1 << 24  # tokens * top_k of a sort
 MAX_GRID_Y = 65535
@@ -12,7 +14,6 @@ WARP = 32
 LINE = 128
 MAX_EXPERTS = 4096
 MAX_CHUNK_ITEMS = 2048  # pairs whose rows a CTA of the sort keeps, to copy the tokens
-SMEM_BYTES = 227 * 1024
 # What the ring leaves, so that a counting CTA for up to 128 experts fits beside it: the 1 KB that
 # any CTA takes, and the counters.
 COUNT_BYTES = 2048
@@ -85,10 +86,12 @@ class SortSpec:
     @property
     def table_bytes(self) -> int:
         """Counters of the warps, three tables of buckets, and the rows of a chunk."""
-        tables = _align(4 * self.rank_warps * self.buckets) + 2 * _align(4 * self.buckets)
+        tables = round_up(4 * self.rank_warps * self.buckets, 16) + 2 * round_up(
+            4 * self.buckets, 16
+        )
         if not self.vector:
             return tables + 4 * self.buckets
-        return tables + _align(4 * self.buckets) + 4 * MAX_CHUNK_ITEMS
+        return tables + round_up(4 * self.buckets, 16) + 4 * MAX_CHUNK_ITEMS
 
     @property
     def stages(self) -> int:
@@ -98,7 +101,7 @@ class SortSpec:
     @property
     def ring_bytes(self) -> int:
         """The whole lines of shared memory behind tables and barriers."""
-        return (SMEM_BYTES - COUNT_BYTES) // LINE * LINE - self._ring_start if self.bulk else 0
+        return (SMEM_LIMIT - COUNT_BYTES) // LINE * LINE - self._ring_start if self.bulk else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -107,7 +110,7 @@ class SortSpec:
 
     @property
     def _ring_start(self) -> int:
-        return -(-(self.table_bytes + 8 * self.stages) // LINE) * LINE
+        return round_up(self.table_bytes + 8 * self.stages, LINE)
 
 
 @dataclass(frozen=True)
@@ -125,19 +128,15 @@ class CombineSpec:
     smem_bytes: int = 0
 
 
-def _align(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
-
-
 def row_lanes(vectors: int, threads: int) -> int:
     """Threads for a row of `vectors` vectors: a divisor or a multiple of a warp, up to `threads`.
 
     The fewest that make no more passes over the row than `threads` would.
     """
     if vectors <= WARP // 2:
-        return 1 << (vectors - 1).bit_length()
-    passes = -(-vectors // threads)
-    return -(-vectors // (passes * WARP)) * WARP
+        return power_of_two(vectors)
+    passes = ceil_div(vectors, threads)
+    return round_up(ceil_div(vectors, passes), WARP)
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def plan_combine(spec: CombineSpec, tokens: int, row_bytes: int, sm_count: int) 
     parts = 1
     if tokens < 4 * sm_count * rows:
         lanes = min(lanes, 128)
-        rows, parts = 128 // lanes, min(-(-vectors // lanes), MAX_GRID_Y)
+        rows, parts = 128 // lanes, min(ceil_div(vectors, lanes), MAX_GRID_Y)
     return RowPlan(lanes, rows, parts)
 
 
@@ -194,7 +193,7 @@ def plan_sort(
     With rows, top_k is at most MAX_CHUNK_ITEMS.
     """
     items = tokens * top_k
-    capacity = max(64, 1 << (num_experts - 1).bit_length())
+    capacity = max(64, power_of_two(num_experts))
     alone = items <= (ALONE_ITEMS // 2 if vector else ALONE_ITEMS)
     if not vector:
         threads = 256 if items <= 1024 else 1024
@@ -202,11 +201,11 @@ def plan_sort(
         spec = SortSpec(capacity, id_dtype, alone, threads)
         return SortPlan(spec, min(chunks, items), 1)
     bulk = not alone and vector == 16 and row_bytes >= 1024
-    chunks = max(min(tokens, sm_count), -(-tokens // (MAX_CHUNK_ITEMS // top_k)))
+    chunks = max(min(tokens, sm_count), ceil_div(tokens, MAX_CHUNK_ITEMS // top_k))
     vectors = row_bytes // vector
     parts = max(1, min(sm_count // chunks, vectors // WARP))
     # A CTA numbers its vectors in 32 bits.
-    parts = max(parts, (-(-tokens // chunks) * vectors >> 30) + 1)
+    parts = max(parts, (ceil_div(tokens, chunks) * vectors >> 30) + 1)
     threads = 256 if alone else 1024
     spec = SortSpec(capacity, id_dtype, alone, threads, vector, bulk)
     return SortPlan(spec, chunks, 1 if bulk else parts)

@@ -174,7 +174,7 @@ def up_view(w: cute.Tensor, spec: MoeSpec):
     Interleaved rows: the 16-row groups of all experts stand 16 K apart.
     """
     k, n, e = spec.hidden, spec.intermediate, spec.num_experts
-    if spec.raw_rows:
+    if spec.interleave_up:
         rows, strides = (8, 2 * e, n // 8), (k, n * k, 8 * k)
     else:
         rows, strides = (8, 2, e * n // 8), (k, 8 * k, 16 * k)

@@ -127,7 +127,7 @@ def route_token(raw: cute.Tensor, token: Int32, shared: Shared, spec: cutlass.Co
     packed = cutlass.const_expr(is_packed(raw))
     keys, experts = sort_candidates(raw)
     total = Float32(0.0)
-    if cutlass.const_expr(spec.scoring == "softmax" and not spec.renormalize):
+    if cutlass.const_expr(spec.scoring_func == "softmax" and not spec.renormalize):
         top = key_to_logit(cute.arch.warp_redux_sync(keys[0], "max"), packed)
         for i in cutlass.range_constexpr(PER_LANE):
             total = total + exp_(key_to_logit(keys[i], packed) - top)
@@ -145,13 +145,13 @@ def route_token(raw: cute.Tensor, token: Int32, shared: Shared, spec: cutlass.Co
     logit = key_to_logit(my_key, packed)
     score = Float32(0.0)
     if lane < spec.top_k:
-        if cutlass.const_expr(spec.scoring == "softmax"):
+        if cutlass.const_expr(spec.scoring_func == "softmax"):
             score = exp_(logit - key_to_logit(first, packed))
         else:
             score = cute.arch.rcp_approx(Float32(1.0) + exp_(-logit))
     if cutlass.const_expr(spec.renormalize):
         total = cute.arch.fmax(cute.arch.warp_reduction_sum(score), Float32(2.0**-126))
-    if cutlass.const_expr(spec.renormalize or spec.scoring == "softmax"):
+    if cutlass.const_expr(spec.renormalize or spec.scoring_func == "softmax"):
         score = divide(score, total)
     if lane < spec.top_k:
         shared.pick[token * 8 + lane] = my_pick

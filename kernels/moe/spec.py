@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_moe.kernels.device.options import check_bool, check_choice, check_int
+from cute_moe.kernels.device.sizes import SMEM_LIMIT, ceil_div, round_up
+
 MAX_TOKENS = 8
 MAX_TOP_K = 8
 BLOCK = 128  # features that share one quantisation scale
@@ -13,7 +16,6 @@ DOWN_COLS = 16  # output columns of one down column block
 GROUP = 4  # experts stacked in one down WGMMA
 PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
 MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
-SMEM_LIMIT = 227 * 1024  # of one CTA on sm_90
 MAX_GRID = 256  # epoch words kept in the scratchpad
 EVENTS = (  # of a traced launch, by role; see cute_moe.trace
     "start",
@@ -41,18 +43,18 @@ EVENTS = (  # of a traced launch, by role; see cute_moe.trace
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """One compiled variant. `raw_rows`: gate rows then up rows; False: interleaved by 8 rows."""
+    """One compiled variant; the options go by their names in `cute_moe.mono_moe`."""
 
     num_experts: int = 256
     hidden: int = 2048
     intermediate: int = 512
     top_k: int = 8
-    scoring: str = "softmax"
+    scoring_func: str = "softmax"
     renormalize: bool = True
     logits_dtype: str = "bfloat16"
     scales_up_dtype: str = "float32"
     scales_down_dtype: str = "float32"
-    raw_rows: bool = True
+    interleave_up: bool = True  # from gate rows then up rows; False: they come interleaved by 8
     activations: str = "fp8"  # "bf16": x and h as two e4m3 terms, which hold all bits of bf16
     programmatic: bool = False  # launched before the kernel ahead has ended
     grid: int = 132
@@ -65,14 +67,12 @@ class MoeSpec:
                 "num_experts, hidden, intermediate: expected 256, 2048, 512, got "
                 f"{self.num_experts}, {self.hidden}, {self.intermediate}"
             )
-        if not 1 <= self.top_k <= MAX_TOP_K:
-            raise ValueError(f"top_k: expected 1..{MAX_TOP_K}, got {self.top_k}")
-        if self.scoring not in ("softmax", "sigmoid"):
-            raise ValueError(f"scoring: expected 'softmax' or 'sigmoid', got {self.scoring!r}")
-        if self.activations not in ("fp8", "bf16"):
-            raise ValueError(f"activations: expected 'fp8' or 'bf16', got {self.activations!r}")
-        if not 1 <= self.grid <= MAX_GRID:
-            raise ValueError(f"grid: expected 1..{MAX_GRID}, got {self.grid}")
+        check_int("top_k", self.top_k, 1, MAX_TOP_K)
+        check_choice("scoring_func", self.scoring_func, ("softmax", "sigmoid"))
+        check_choice("activations", self.activations, ("fp8", "bf16"))
+        for name in ("renormalize", "interleave_up", "programmatic"):
+            check_bool(name, getattr(self, name))
+        check_int("grid", self.grid, 1, MAX_GRID)
         if self.stages % 2:
             raise ValueError(f"stages: expected an even number, got {self.stages}")
         for stages in (2, 4, 6) if self.stages == 0 else ():
@@ -117,7 +117,7 @@ class MoeSpec:
     @property
     def max_own_units(self) -> int:
         """Most up units that one CTA can get: every pair its own expert."""
-        return -(-PAIRS * self.units_per_expert // self.grid)
+        return ceil_div(PAIRS * self.units_per_expert, self.grid)
 
     @property
     def unit_scale_bytes(self) -> int:
@@ -132,7 +132,7 @@ class MoeSpec:
     @property
     def max_own_columns(self) -> int:
         """Most column blocks that one CTA owns."""
-        return -(-self.column_blocks // self.grid)
+        return ceil_div(self.column_blocks, self.grid)
 
     @property
     def two_groups_fit(self) -> bool:
@@ -175,20 +175,16 @@ class MoeSpec:
             + PAIRS * 2  # weight, pick
             + 2 * self.num_experts  # mask, index
             + PAIRS * (1 + 8 + 3)  # experts, slot_of, pos_base, row_base, rows
-            + _round_up(PAIRS + 1, 4)  # chunk_base
+            + round_up(PAIRS + 1, 4)  # chunk_base
             + MAX_CHUNKS * 8  # chunk_rows
             + 4  # meta
         )
         barriers = 8 * (2 * stages + MAX_CHUNKS + self.h_slots + 4)
         unit_scales = self.max_own_units * 2 * self.unit_scale_bytes
-        return _round_up(tiles + _round_up(barriers, 16) + unit_scales + 4 * words, 16)
+        return round_up(tiles + round_up(barriers, 16) + unit_scales + 4 * words, 16)
 
     @property
     def scratch_regions(self) -> tuple[tuple[str, int], ...]:
         """(name, bytes) of the scratchpad; all zeroed once, then kept in order by the kernel."""
         regions = (("h", 2 * 4 * self.h_words), ("epoch", 4 * MAX_GRID))
         return (*regions, ("trace", 8 * self.grid * len(self.trace))) if self.trace else regions
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -115,7 +115,7 @@ def stream_up(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.
             acquire(shared, step, num_bytes, spec)
             stage = step % spec.stages
             part = unit % per_expert
-            if cutlass.const_expr(spec.raw_rows):
+            if cutlass.const_expr(spec.interleave_up):
                 coord = ((0, expert, part), (0, s))
             else:
                 coord = ((0, 0, expert * per_expert + part), (0, s))

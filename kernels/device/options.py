@@ -1,0 +1,24 @@
+"""Checks of plain values, whose errors name the argument; standard library only, for specs."""
+
+from collections.abc import Sequence
+
+
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise TypeError unless `value` is an int (a bool is none), ValueError unless low..high."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}: expected {low}..{high}, got {value}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        names = " or ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name}: expected {names}, got {value!r}")

@@ -5,7 +5,8 @@ of 128), k = top_k. Expert weights are e4m3 with one scale per 128 x 128 block; 
 is the value meant. Every function runs on the device of its arguments.
 
 `moe_block_fp8` is what the kernel computes, step by step. `moe_fp32` is what the layer means:
-dequantised weights and activations that are never rounded.
+dequantised weights and activations that are never rounded. Both give a token the same bits in every
+batch, whatever torch's autocast and matmul precision are set to.
 """
 
 from collections.abc import Callable
@@ -47,11 +48,11 @@ def route(
     finite = torch.finfo(torch.float32)
     logits = logits.clamp(finite.min, finite.max)
     if scoring_func == "softmax":
-        scores = torch.exp(logits - logits.amax(dim=1, keepdim=True))
+        scores = _by_row(torch.exp, logits - logits.amax(dim=1, keepdim=True))
         weights = scores.gather(1, ids)
         total = (weights if renormalize else scores).sum(dim=1, keepdim=True)
         return ids, weights / total
-    weights = torch.sigmoid(logits).gather(1, ids)
+    weights = _by_row(torch.sigmoid, logits).gather(1, ids)
     weights = torch.where(weights < SMALLEST_SIGMOID, 0.0, weights)
     if renormalize:
         weights = weights / weights.sum(dim=1, keepdim=True).clamp_min(SMALLEST_SIGMOID)
@@ -90,7 +91,10 @@ def moe_fp32(
     scoring_func: str = "softmax",
     renormalize: bool = True,
 ) -> torch.Tensor:
-    """The layer in fp32 from dequantised weights; arguments as `moe_block_fp8`, out [M, K] fp32."""
+    """The layer from dequantised fp32 weights; arguments as `moe_block_fp8`, out [M, K] fp32.
+
+    Each expert's products are computed in fp64 and rounded to fp32 twice: as h and as output.
+    """
     _check_experts(x, w_up, w_down)
     ids, weights = route(router_logits, top_k, scoring_func, renormalize)
 
@@ -99,7 +103,7 @@ def moe_fp32(
         down = dequantize_blocks(w_down[expert], s_down[expert])
         return _mlp_fp32(tokens, up, down)
 
-    return _combine(x.float(), ids, weights, mlp)
+    return _combine(x, ids, weights, mlp)
 
 
 def moe_fp32_dense(
@@ -117,9 +121,9 @@ def moe_fp32_dense(
     _check_experts(x, w_up, w_down)
 
     def mlp(expert: int, tokens: torch.Tensor) -> torch.Tensor:
-        return _mlp_fp32(tokens, w_up[expert].float(), w_down[expert].float())
+        return _mlp_fp32(tokens, w_up[expert], w_down[expert])
 
-    return _combine(x.float(), ids, weights, mlp)
+    return _combine(x, ids, weights, mlp)
 
 
 def moe_block_fp8(
@@ -156,7 +160,7 @@ def moe_block_fp8_routed(
 
     def mlp(expert: int, tokens: torch.Tensor) -> torch.Tensor:
         gate, up = _matmul_block_fp8(tokens, w_up[expert], s_up[expert]).chunk(2, dim=1)
-        h = _silu(gate) * up
+        h = _by_row(_silu, gate) * up
         return _matmul_block_fp8(h.to(torch.bfloat16), w_down[expert], s_down[expert])
 
     return _combine(x, ids, weights, mlp).to(torch.bfloat16)
@@ -182,8 +186,21 @@ def _combine(
 
 
 def _mlp_fp32(tokens: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    gate, value = (tokens @ up.T).chunk(2, dim=1)
-    return (_silu(gate) * value) @ down.T
+    """fp64 products, which autocast and reduced matmul precision leave alone: fp32 [m, K]."""
+    up, down = up.double(), down.double()
+
+    def mlp(token: torch.Tensor) -> torch.Tensor:
+        gate, value = (up @ token).float().chunk(2)
+        return (down @ (_silu(gate) * value).double()).float()
+
+    return _by_row(mlp, tokens.double())
+
+
+def _by_row(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """`function` of each row alone: a batch would change the order of a sum, and whether torch's
+    vector code or its scalar code, which differ in last bits, computes an element."""
+    results = [function(row.clone()) for row in rows]
+    return torch.stack(results) if results else torch.zeros_like(rows)
 
 
 def _matmul_block_fp8(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

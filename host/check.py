@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+TORCH_ALIGN = 64  # bytes, of any memory that torch allocates
+
 
 def dtype_name(kind: torch.dtype | torch.layout) -> str:
     """The name without its module, such as "bfloat16"; specs and errors use it."""
@@ -132,7 +134,8 @@ def _compile_quick_check(
     """A function that returns the symbol values, or None for "look again with the slow check".
 
     It is generated, one straight expression for all rules: a loop over rules and sizes costs as
-    much again as reading the tensors' attributes, and this runs before every launch.
+    much again as reading the tensors' attributes. `mono_moe` checks only what its compiled code
+    has refused; the row permutations check before every launch.
     """
     symbols = list(dict.fromkeys(s for rule in rules for s in rule.shape if isinstance(s, str)))
     variables = {symbol: f"v{i}" for i, symbol in enumerate(symbols)}
@@ -189,4 +192,6 @@ def _describe(tensor: torch.Tensor, rule: TensorRule, past: int) -> str:
         text += f", strides {list(tensor.stride())}"
     elif past:
         text += f", address {past} bytes past {rule.align}-byte alignment"
+        cure = "; its .clone() is aligned" if rule.align <= TORCH_ALIGN else ""
+        return f"{text}, on {tensor.device}{cure}"
     return f"{text}, on {tensor.device}"

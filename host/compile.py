@@ -1,7 +1,9 @@
 """Compile cache: one compile per key, kept in memory and as object files on disk."""
 
+import contextlib
 import hashlib
 import os
+import secrets
 import tempfile
 import threading
 import time
@@ -29,6 +31,7 @@ Build = Callable[[str], Any]
 # The compiler keeps its state in process-wide singletons, so compiles take turns.
 _LOCK = threading.RLock()
 _LOADED: dict[str, Callable[..., Any]] = {}
+_WARNED: set[str] = set()  # places of which it is known that nothing can be kept there
 
 
 def compile_key(spec: Any, options: str = DEFAULT_OPTIONS, arch: str = DEFAULT_ARCH) -> str:
@@ -59,7 +62,8 @@ def compile_cached(
 
     `build(options)` returns what `cute.compile(..., options=options)` returned. Safe to call from
     many threads; needs no GPU. The directory is CUTE_MOE_CACHE_DIR (default ~/.cache/cute_moe;
-    empty: nothing is kept on disk).
+    empty: nothing is kept on disk). Where it cannot be read or written, or there is no home, the
+    kernel is compiled and kept in memory alone, with one RuntimeWarning.
     """
     key = compile_key(spec, options, arch)
     function = _LOADED.get(key)
@@ -81,23 +85,63 @@ def compile_cached(
 
 
 def _cache_directory() -> Path | None:
+    """Where object files are kept; None: nowhere."""
     text = os.environ.get(CACHE_VARIABLE)
-    if text is None:
-        return Path.home() / ".cache" / "cute_moe"
-    return Path(text).expanduser() if text.strip() else None
+    try:
+        if text is None:
+            return Path.home() / ".cache" / "cute_moe"
+        return Path(text).expanduser() if text.strip() else None
+    except RuntimeError as error:  # no such user, or one without a home
+        _warn_not_kept(text or "~/.cache/cute_moe", error)
+        return None
+
+
+def _warn_not_kept(where: str | Path, error: Exception) -> None:
+    """One warning for each place and process: the kernels live as long as the process does."""
+    if str(where) in _WARNED:
+        return
+    _WARNED.add(str(where))
+    warnings.warn(
+        f"{CACHE_VARIABLE}: cannot keep compiled kernels in {where} ({error}); "
+        "every process compiles them again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _load_from_disk(key: str, directory: Path) -> Callable[..., Any] | None:
-    """The function of a sound file for `key`; broken files are removed, for they are of no use."""
-    for path in sorted(directory.glob(f"{key}-*.o")):
-        try:
-            if path.name != _file_name(key, path.read_bytes()):
-                raise ValueError("its bytes do not match the digest in its name")
-            return _load_object(key, path)
-        except Exception as error:  # Whatever a stale file provokes, compiling again cures it.
-            log(f"{path}: {error}; compiling again")
-            path.unlink(missing_ok=True)
+    """The function of a sound file for `key`; broken files are removed where that is allowed."""
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_not_kept(directory, error)
+        return None
+    for name in names:
+        if name.startswith(f"{key}-") and name.endswith(".o"):
+            function = _load_file(key, directory / name)
+            if function is not None:
+                return function
     return None
+
+
+def _load_file(key: str, path: Path) -> Callable[..., Any] | None:
+    """The function of one file, or None; a file that cannot be read is left to its owner."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        log(f"{path}: {error}; compiling again")
+        return None
+    try:
+        if path.name != _file_name(key, content):
+            raise ValueError("its bytes do not match the digest in its name")
+        return _load_object(key, path)
+    except Exception as error:  # Whatever a stale file provokes, compiling again cures it.
+        log(f"{path}: {error}; compiling again")
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
 
 
 def _compile(key: str, build: Build, options: str, directory: Path | None) -> Callable[..., Any]:
@@ -105,9 +149,10 @@ def _compile(key: str, build: Build, options: str, directory: Path | None) -> Ca
 
     Loading what was written, always, leaves one call path for fresh and for cached kernels; it
     also gives a callable where the compiler itself makes none, on a machine without a GPU.
+    Raises RuntimeError where there is no temporary folder; the compiler needs one, too.
     """
-    compiled = build(options)
-    with tempfile.TemporaryDirectory(prefix="cute_moe_") as temporary:
+    with _temporary_folder() as temporary:
+        compiled = build(options)
         path = Path(temporary) / "kernel.o"
         compiled.export_to_c(str(path), function_name=_symbol(key))
         if directory:
@@ -115,24 +160,32 @@ def _compile(key: str, build: Build, options: str, directory: Path | None) -> Ca
         return _load_object(key, path)
 
 
-def _keep(source: Path, target: Path) -> None:
-    """Copy to `target` atomically; a directory that cannot be written only costs a warning."""
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when it is left."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(prefix=".new-", dir=target.parent)
+        return tempfile.TemporaryDirectory(prefix="cute_moe_")
+    except OSError as error:
+        raise RuntimeError(f"TMPDIR: expected a folder that can be written ({error})") from error
+
+
+def _keep(source: Path, target: Path) -> None:
+    """Copy to `target` atomically; a directory that cannot be written only costs a warning.
+
+    Folder and file get the mode that the umask leaves: who may share the cache is up to the user.
+    """
+    unique = target.with_name(f".new-{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with open(unique, "xb") as file:
                 file.write(source.read_bytes())
-            os.replace(name, target)
+            os.replace(unique, target)
         except OSError:
-            Path(name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unique.unlink()
             raise
     except OSError as error:
-        warnings.warn(
-            f"{CACHE_VARIABLE}: cannot keep compiled kernels in {target.parent} ({error})",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn_not_kept(target.parent, error)
 
 
 def _load_object(key: str, path: Path) -> Callable[..., Any]:

@@ -5,15 +5,15 @@ import os
 import sys
 
 VARIABLE = "CUTE_MOE_DEBUG"
-MAX_LEVEL = 3
+MAX_LEVEL = 2
 
 
 @functools.lru_cache(maxsize=1)
 def debug_level() -> int:
-    """Level of this process: 0 off, 1 log compiles, 2 also line info, 3 also device checks.
+    """Level of this process: 0 off, 1 log compiles, 2 also line info in the code.
 
-    The level is part of every compile key. Level 3 changes code only in kernels that ask for it.
-    Raises ValueError when the variable is not an integer from 0 to 3.
+    The level is part of every compile key. Raises ValueError when the variable is not an integer
+    from 0 to 2.
     """
     text = os.environ.get(VARIABLE, "").strip() or "0"
     if not text.isdecimal() or int(text) > MAX_LEVEL:

@@ -53,8 +53,16 @@ class ScratchLayout:
         return self._places[name][0]
 
     def allocate(self, device: torch.device | str | int) -> torch.Tensor:
-        """A buffer for this layout, all zeros, ordered on the current stream of `device`."""
-        return torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        """A buffer for this layout: uint8 [nbytes], all zeros, at a multiple of 128 bytes.
+
+        It is ordered on the current stream of `device`.
+        """
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        if buffer.data_ptr() % BASE_ALIGN == 0:  # always so on a GPU
+            return buffer
+        buffer = torch.zeros(self.nbytes + BASE_ALIGN, dtype=torch.uint8, device=device)
+        start = -buffer.data_ptr() % BASE_ALIGN
+        return buffer[start : start + self.nbytes]
 
     def check(
         self, tensor: torch.Tensor, device: torch.device | None = None, name: str = "scratchpad"

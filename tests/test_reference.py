@@ -217,15 +217,44 @@ def test_dense_is_the_core_of_fp32(layer) -> None:
     )
 
 
-def test_rows_do_not_depend_on_the_batch(layer) -> None:
-    x, logits = torch.randn(8, K).bfloat16(), torch.randn(8, E)
-    logits[3:6] = logits[2]  # several tokens on the same experts
-    together = reference.moe_block_fp8(x, logits, *layer, 2)
-    for row in range(8):
-        rows = slice(row, row + 1)
-        assert torch.equal(
-            reference.moe_block_fp8(x[rows], logits[rows], *layer, 2), together[rows]
-        )
+@pytest.mark.parametrize("function", [reference.moe_block_fp8, reference.moe_fp32])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_rows_do_not_depend_on_the_batch(layer, function, scoring) -> None:
+    for tokens in (2, 8, 33):
+        x, logits = torch.randn(tokens, K).bfloat16(), torch.randn(tokens, E)
+        logits[tokens // 2 :] = logits[0]  # several tokens on the same experts
+        together = function(x, logits, *layer, 2, scoring)
+        for first in range(tokens):
+            rows = slice(first, first + 1 + first % 3)
+            got = function(x[rows], logits[rows], *layer, 2, scoring)
+            assert torch.equal(got, together[rows]), (tokens, first)
+
+
+@pytest.mark.parametrize("experts", [5, 13, 256])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_routes_do_not_depend_on_the_batch(experts, scoring) -> None:
+    """Also where a row is no whole number of the vectors that torch computes with."""
+    logits = torch.randn(300, experts) * 3
+    for renormalize in (True, False):
+        _, together = reference.route(logits, 4, scoring, renormalize)
+        for row in range(300):
+            _, alone = reference.route(logits[row : row + 1], 4, scoring, renormalize)
+            assert torch.equal(alone, together[row : row + 1]), row
+
+
+@pytest.mark.parametrize("function", [reference.moe_block_fp8, reference.moe_fp32])
+def test_modes_of_torch_change_nothing(layer, function) -> None:
+    x, logits = torch.randn(4, K).bfloat16(), torch.randn(4, E)
+    want = function(x, logits, *layer, 2)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(function(x, logits, *layer, 2), want)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(function(x, logits, *layer, 2), want), dtype
 
 
 def test_nan_and_infinite_logits_give_finite_results(layer) -> None:

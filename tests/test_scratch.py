@@ -82,6 +82,18 @@ def test_bad_declarations() -> None:
         ScratchLayout([Region("a", -1)])
 
 
+def test_allocations_are_always_aligned() -> None:
+    """CPU memory comes at any multiple of 64 bytes, or less where another allocator serves."""
+    for nbytes in (1, 100, 1152, 70_000, 300_000):
+        layout = ScratchLayout([Region("all", nbytes, zeroed=True)])
+        buffers = [layout.allocate("cpu") for _ in range(32)]
+        for buffer in buffers:
+            layout.check(buffer, torch.device("cpu"))
+            assert buffer.shape == (layout.nbytes,) and not buffer.any()
+            buffer.fill_(7)
+        assert all((buffer == 7).all() for buffer in buffers)
+
+
 @pytest.mark.gpu
 def test_allocation_on_the_gpu(cuda: torch.device) -> None:
     buffer = LAYOUT.allocate(cuda)

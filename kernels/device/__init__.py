@@ -1,1 +1,2 @@
-"""Reusable device functions: barriers, rings, TMA, WGMMA, quantisation. Mechanism, no policy."""
+"""What several kernels share: barriers, quantisation, cache policies, time stamps; for specs and
+host also sizes and checks of options."""

@@ -1,4 +1,4 @@
-"""From bf16 in registers to e4m3: the only home of the e4m3 maximum and the scale rules."""
+"""From bf16 in registers to e4m3, by the scale rules that `cute_moe.reference` states in torch."""
 
 from __future__ import annotations
 

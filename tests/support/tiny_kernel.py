@@ -1,9 +1,12 @@
 """Small real kernels for the tests of the host layer: each compiles in a fraction of a second."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import pytest
+import torch
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -39,6 +42,24 @@ def build_tiny(spec: TinySpec, options: str):
     vector = make_fake_compact_tensor(Int32, (spec.size,), assumed_align=16)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(launch_tiny, vector, vector, Int32(0), stream, spec, options=options)
+
+
+class Builder:
+    """Builds the tiny kernel and counts how often."""
+
+    def __init__(self, spec: TinySpec = TinySpec()) -> None:
+        self.spec, self.count = spec, 0
+
+    def __call__(self, options: str) -> object:
+        self.count += 1
+        return build_tiny(self.spec, options)
+
+
+def rejected(function: Callable[..., object]) -> None:
+    """Show that `function` is the callable kernel: a CPU tensor reaches its checks, no further."""
+    x = torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected device_type=cuda"):
+        function(x, x, 1)
 
 
 @cute.kernel

@@ -8,7 +8,7 @@ import math
 import torch
 
 from cute_moe.host.device import device_facts
-from cute_moe.host.launch import KernelCache
+from cute_moe.host.launch import KernelCache, build_from
 from cute_moe.kernels.argmin.spec import COMBINE, Plan, plan
 from cute_moe.ops import check_apart, register
 
@@ -126,32 +126,20 @@ def _sizes(x: torch.Tensor, dim: int | None) -> tuple[int, int, int]:
     return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
-def _build(spec, options: str):
-    from cute_moe.kernels.argmin.kernel import build
-
-    return build(spec, options)
-
-
-_KERNELS = KernelCache(_build)
+_KERNELS = KernelCache(build_from("cute_moe.kernels.argmin.kernel"))
 _plan = functools.lru_cache(maxsize=1024)(plan)
-
-
-def _kernel(spec, device: torch.device):
-    key = (spec, device.index)
-    return _KERNELS.lookup(key) or _KERNELS.get(spec, device, key)
 
 
 def _launch(made: Plan, x: torch.Tensor, out: torch.Tensor) -> None:
     """Launch the scan and, where it is partial, the combine kernel, on torch's current stream."""
     device = x.device
-    scan = _kernel(made.scan, device)
     if made.walk.splits == 1:
-        scan(x, out, made.walk)
+        _KERNELS.launch(made.scan, device, x, out, made.walk)
         return
-    combine = _kernel(COMBINE, device)
     pairs = torch.empty(made.pair_words, dtype=torch.int64, device=device)
-    scan(x, pairs, made.walk)
-    combine(pairs, out, made.outputs, made.walk.splits, made.combine_tx)
+    _KERNELS.launch(made.scan, device, x, pairs, made.walk)
+    sizes = (made.outputs, made.walk.splits, made.combine_tx)
+    _KERNELS.launch(COMBINE, device, pairs, out, *sizes)
 
 
 def _compute(
@@ -172,12 +160,7 @@ def _compute(
         x.data_ptr() % 16,
         device_facts(device.index).sm_count,
     )
-    x, out = x.view(-1), out.view(-1)
-    if torch.cuda.current_device() == device.index:
-        _launch(made, x, out)
-    else:
-        with torch.cuda.device(device):
-            _launch(made, x, out)
+    _launch(made, x.view(-1), out.view(-1))
 
 
 def _register(largest: bool) -> tuple:

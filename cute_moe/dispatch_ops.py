@@ -10,7 +10,7 @@ import torch
 from cute_moe import dispatch_reference as reference
 from cute_moe.host.check import Contract, TensorRule, dtype_name
 from cute_moe.host.device import device_facts
-from cute_moe.host.launch import KernelCache
+from cute_moe.host.launch import KernelCache, build_from
 from cute_moe.kernels.device.sizes import vector_bytes
 from cute_moe.kernels.dispatch.spec import (
     MAX_CHUNK_ITEMS,
@@ -164,24 +164,8 @@ def _check_combine(
     check_out(out, (tokens, packed.shape[1]), packed)
 
 
-def _build(spec, options: str):
-    from cute_moe.kernels.dispatch.build import build
-
-    return build(spec, options)
-
-
-_KERNELS = KernelCache(_build)
+_KERNELS = KernelCache(build_from("cute_moe.kernels.dispatch.build"))
 _plan_sort = functools.lru_cache(maxsize=1024)(plan_sort)
-
-
-def _launch(spec, device: torch.device, *arguments) -> None:
-    key = (spec, device.index)
-    kernel = _KERNELS.lookup(key) or _KERNELS.get(spec, device, key)
-    if torch.cuda.current_device() == device.index:
-        kernel(*arguments)
-    else:
-        with torch.cuda.device(device):
-            kernel(*arguments)
 
 
 def _vector(out: torch.Tensor, source: torch.Tensor) -> int:
@@ -215,7 +199,7 @@ def _run_dispatch(
         spec = DispatchSpec(_vector(out, token_hidden), *map(_name, pairs))
         source, target = map(reference.as_bytes, (token_hidden, out))
         plan = plan_dispatch(spec, tokens, *target.shape, device_facts(device.index).sm_count)
-        _launch(spec, device, source, pairs, target, (plan.lanes, plan.rows, plan.extra))
+        _KERNELS.launch(spec, device, source, pairs, target, (plan.lanes, plan.rows, plan.extra))
 
 
 def _run_indices(
@@ -265,10 +249,10 @@ def _sort(
         counts = topk_ids.new_empty((plan.chunks, num_experts + 1), dtype=torch.int32)
         unit = 1 if hidden is None else k
         count = CountSpec(plan.spec.capacity, id_dtype, 256 if plan.spec.bulk else 1024)
-        _launch(count, device, ids, counts, unit)
+        _KERNELS.launch(count, device, ids, counts, unit)
     result = (slots.view(-1), row_token, offsets)
     sizes = (num_experts, k, plan.chunks, plan.parts)
-    _launch(plan.spec, device, ids, counts, result, rows, sizes)
+    _KERNELS.launch(plan.spec, device, ids, counts, result, rows, sizes)
     return slots, offsets, row_token
 
 
@@ -293,7 +277,7 @@ def _run_combine(
         row_bytes = out.shape[1] * out.element_size()
         plan = plan_combine(spec, out.shape[0], row_bytes, device_facts(device.index).sm_count)
         sizes = (plan.lanes, plan.rows, plan.extra)
-        _launch(spec, device, packed.detach(), pairs, topk_weights.detach(), out, sizes)
+        _KERNELS.launch(spec, device, packed.detach(), pairs, topk_weights.detach(), out, sizes)
 
 
 def _fake_indices(

@@ -10,7 +10,7 @@ import torch
 from cute_moe import reference
 from cute_moe.host.check import Contract, TensorRule, dtype_name
 from cute_moe.host.device import device_facts, has_sm90
-from cute_moe.host.launch import KernelCache
+from cute_moe.host.launch import KernelCache, build_from, current_device
 from cute_moe.host.scratch import BASE_ALIGN, Region, ScratchLayout
 from cute_moe.kernels.moe.spec import MAX_TOKENS, MoeSpec
 
@@ -39,16 +39,7 @@ _CONTRACT = Contract(_rules(), {"M": (0, MAX_TOKENS)})
 _INPUTS = Contract(_rules()[:-1], {"M": (0, MAX_TOKENS)})
 
 
-def _build(spec: MoeSpec, options: str):
-    from cute_moe.kernels.moe.kernel import build
-
-    return build(spec, options)
-
-
-_KERNELS = KernelCache(_build)
-# What torch.cuda.current_device calls after a look whether CUDA is initialised; where there is a
-# tensor on a GPU, it is.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_KERNELS = KernelCache(build_from("cute_moe.kernels.moe.kernel"))
 
 
 def has_monomoe() -> bool:
@@ -142,8 +133,9 @@ def mono_moe(
     options = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
     failure = None
     try:
+        index = activations_in.get_device()
         key = (*options, router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
-               activations_in.get_device())  # fmt: skip
+               index, current_device() if index >= 0 else index)  # fmt: skip
         kernel = _KERNELS.lookup(key)
         # True and 8.0 find what 1 and 8 find, hence the look at the types.
         flags = type(renormalize) is type(interleave_up) is type(programmatic) is bool
@@ -189,11 +181,7 @@ def _launch(
     elif scratchpad.numel() != _SCRATCH.nbytes or scratchpad.data_ptr() % BASE_ALIGN:
         _SCRATCH.check(scratchpad, x.device)
         scratchpad = scratchpad[: _SCRATCH.nbytes]
-    if _current_device() == x.get_device():
-        kernel(*inputs, out, scratchpad)
-    else:
-        with torch.cuda.device(x.device):
-            kernel(*inputs, out, scratchpad)
+    kernel(*inputs, out, scratchpad)
     return out
 
 

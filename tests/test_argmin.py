@@ -9,6 +9,8 @@ import torch
 from argmin_cases import DTYPES, GEOMETRIES, KINDS, make_values, random_shape, stream_shape
 
 import cute_moe
+from cute_moe.host.launch import KernelCache
+from cute_moe.kernels.argmin.kernel import build
 from cute_moe.kernels.argmin.spec import plan
 
 module = importlib.import_module("cute_moe.argmin")  # the package has the function by that name
@@ -303,7 +305,7 @@ def test_no_sync_and_no_gradient(cuda) -> None:
 
 @pytest.mark.gpu
 def test_first_call_in_a_capture_is_refused(cuda, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_KERNELS", module.KernelCache(module._build))
+    monkeypatch.setattr(module, "_KERNELS", KernelCache(build))
     x = torch.randn(8, 8, device="cuda")
     with (
         pytest.raises(RuntimeError, match="before capturing"),

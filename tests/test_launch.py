@@ -1,7 +1,10 @@
 """From a spec to a launch: warm-up rule, hot look-up, errors before compiling."""
 
 import contextlib
+import sys
 import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from tiny_kernel import TinySpec, build_tiny
 
 from cute_moe.host import launch as launch_module
 from cute_moe.host.device import DeviceFacts
-from cute_moe.host.launch import KernelCache
+from cute_moe.host.launch import KernelCache, build_from
 
 SPEC = TinySpec()
 HOPPER = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 50 << 20, "")
@@ -21,12 +24,20 @@ class Host:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.facts, self.capturing, self.compiled, self.calls = HOPPER, False, 0, []
+        self.current = 0
         cuda = launch_module.torch.cuda
         monkeypatch.setattr(cuda, "is_available", lambda: True)
-        monkeypatch.setattr(cuda, "device", contextlib.nullcontext)
+        monkeypatch.setattr(cuda, "device", self.switch)
         monkeypatch.setattr(cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(launch_module, "current_device", lambda: self.current)
         monkeypatch.setattr(launch_module, "device_facts", lambda index: self.facts)
         monkeypatch.setattr(launch_module, "compile_cached", self.compile)
+
+    @contextlib.contextmanager
+    def switch(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
 
     def compile(self, spec: object, build: object) -> object:
         self.compiled += 1
@@ -36,6 +47,7 @@ class Host:
         if arguments == ("bad",):
             raise ValueError("rejected")
         self.calls.append(arguments)
+        self.ran_on = self.current
 
 
 @pytest.fixture
@@ -63,6 +75,31 @@ def test_ready_per_device(host: Host) -> None:
     with pytest.raises(RuntimeError, match="has not run on cuda:1 yet: call it once before"):
         cache.get(SPEC, torch.device("cuda", 1), "one")
     assert cache.lookup("one") is None
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("index", [0, 1])
+def test_launch_switches_devices_where_it_must(host: Host, current: int, index: int) -> None:
+    cache, device = KernelCache(build_tiny), torch.device("cuda", index)
+    for number in range(3):
+        host.current = current
+        cache.launch(SPEC, device, number)
+        assert host.ran_on == index and host.current == current
+    host.current = 1 - current  # warm on the device, but not from here
+    cache.launch(SPEC, device, 3)
+    assert host.ran_on == index and host.current == 1 - current
+    assert host.calls == [(0,), (1,), (2,), (3,)]
+    host.capturing = True
+    cache.launch(SPEC, device, 4)
+    with pytest.raises(RuntimeError, match="before capturing"):
+        cache.launch(TinySpec(factor=5), device, 5)
+
+
+def test_builder_is_imported_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = build_from("module_that_comes_later")
+    later = SimpleNamespace(build=lambda spec, options: (spec, options))
+    monkeypatch.setitem(sys.modules, "module_that_comes_later", later)
+    assert build(SPEC, "--fast") == (SPEC, "--fast")
 
 
 def test_first_call_inside_a_capture(host: Host) -> None:

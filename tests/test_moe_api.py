@@ -100,7 +100,6 @@ def test_out_must_not_overlap(arguments, start, name) -> None:
 def launched(monkeypatch, kernel) -> None:
     """Makes the function believe that `kernel` is compiled and has run for these dtypes."""
     monkeypatch.setattr(moe._KERNELS, "lookup", lambda key: kernel)
-    monkeypatch.setattr(moe, "_current_device", lambda: -1)  # as get_device() on the CPU
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import contest
 import peers
 import plot
 import protocol as p
-import race
 import report
-import torch
-from race import Options
+import tool
+from contest import Options
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-from cute_moe.host.device import device_facts, why_unsupported
-from cute_moe.kernels.moe.spec import MAX_TOKENS
 
 MODES = {
     "moe": "the MoE layer",
@@ -37,7 +34,7 @@ PEERS = ("flashinfer", "vllm_triton", "sglang_triton", "torch", "torch_compile",
 
 def measure(mode: str, options: Options, console: Console) -> list[p.Row]:
     """All rows of one mode, guarded against what no memory can do."""
-    limits = p.limits_of(device_facts(torch.cuda.current_device()))
+    limits = p.limits_of(tool.facts())
     text = TextColumn("{task.description}")
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
     with Progress(*columns, console=console) as progress:
@@ -76,22 +73,11 @@ def print_rows(rows: Sequence[p.Row], console: Console) -> None:
     console.print(table)
     cold = [row.reuse_bytes for row in rows if row.cache == "cold" and row.reuse_bytes]
     if cold:
-        l2 = device_facts(torch.cuda.current_device()).l2_bytes
+        l2 = tool.facts().l2_bytes
         console.print(
             f"L2 {l2 / 1e6:.0f} MB; at least {min(cold) / 1e6:.0f} MB lie between two uses of the "
             "same data in the cold rows. experts and MB are means over one graph."
         )
-
-
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """ "1,2,8" as numbers of tokens. Raises argparse's error for anything else."""
-    try:
-        tokens = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        tokens = ()
-    if not tokens or not all(1 <= m <= MAX_TOKENS for m in tokens):
-        raise argparse.ArgumentTypeError(f"expected numbers from 1 to {MAX_TOKENS}, got {text!r}")
-    return tokens
 
 
 def parse_peers(text: str) -> tuple[str, ...] | None:
@@ -109,20 +95,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="perf/bench.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("mode", choices=(*MODES, "all"), help="; ".join(f"{k}: {v}" for k, v in MODES.items()))
-    add("--tokens", type=parse_tokens, help="such as 1,2,8 (default 1..8)")
+    add("--tokens", type=tool.parse_tokens, help="such as 1,2,8 (default 1..8)")
     add("--peers", type=parse_peers, default=None, help="auto, none or names, such as flashinfer")
     add("--json", type=Path, nargs="?", const=report.RESULTS, help="write the results: a folder, "
         "by default perf/results/h200, or for one mode a file")  # fmt: skip
     add("--plot", type=Path, metavar="DIR", help="draw plots of these results into a folder")
     add("--quick", action="store_true", help="few cases")
-    add("--replays", type=int, default=p.REPLAYS)
-    add("--copies", type=int, default=p.COPIES, help="weight copies, 0.8 GB each")
+    add("--replays", type=tool.count, default=p.REPLAYS)
+    add("--copies", type=tool.count, default=p.COPIES, help="weight copies, 0.8 GB each")
     add("--commit", help="recorded commit (default: git's)")
     args = parser.parse_args(argv)
     args.modes = tuple(MODES) if args.mode == "all" else (args.mode,)
-    for name in ("replays", "copies"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     if args.json is report.RESULTS and (args.quick or args.tokens):
         parser.error(f"--json: a run of few cases must not overwrite {report.RESULTS}; name a path")
     if args.json and args.json.suffix == ".json" and args.mode == "all":
@@ -133,12 +116,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> None:
     """The results file of one mode."""
     path = args.json if args.json.suffix == ".json" else args.json / f"{mode}.json"
-    facts = device_facts(torch.cuda.current_device())
+    facts = tool.facts()
     settings = {
         "text": " ".join((importlib.import_module(f"bench_{mode}").__doc__ or "").split()),
         "tokens": args.tokens,
         "peers": "auto" if args.peers is None else args.peers,
-        "skipped": dict(race.SKIPPED),
+        "skipped": dict(contest.SKIPPED),
         "replays": args.replays,
         "quick": args.quick,
         "copies": args.copies,
@@ -154,7 +137,7 @@ def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> No
 
 def run_mode(mode: str, args: argparse.Namespace, options: Options, console: Console) -> int:
     """Measures, writes and prints one mode; returns the number of rows that failed."""
-    race.SKIPPED.clear()
+    contest.SKIPPED.clear()
     rows = measure(mode, options, console)
     if args.json:
         write_json(mode, args, rows)
@@ -169,8 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmarks; 1 when a check failed, 2 where they cannot run."""
     args = parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    facts = device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
-    reason = why_unsupported(facts)
+    reason = tool.why_not_here()
     if reason:
         console.print(f"cannot measure here: {reason}")
         return 2

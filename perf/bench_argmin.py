@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import protocol as p
+import tool
 import torch
+from contest import Advance, Contestant, Options, each, rows, take_turns
 from floor import stream_contestant
-from race import Advance, Contestant, Options, each, race, rows
 
 import cute_moe
-from cute_moe.host.device import device_facts
 
 LEAST_LAUNCHES = 2
 POISON = -7
@@ -84,14 +84,14 @@ def make_contestants(
     if case.compiled and options.wants("torch_compile"):
         compiled = torch.compile(theirs)
         made["torch_compile"] = contestant(compiled, inputs, want, case.dim)
-    grid = device_facts(torch.cuda.current_device()).sm_count
+    grid = tool.facts().sm_count
     return {**made, "floor": stream_contestant(inputs, grid)}
 
 
 def measure(options: Options, advance: Advance) -> list[p.Row]:
     """All rows of all cases."""
     torch.manual_seed(0)
-    l2 = device_facts(torch.cuda.current_device()).l2_bytes
+    l2 = tool.facts().l2_bytes
     measured = []
     for case in each(CASES, options, advance):
         first = torch.randn(case.shape, device="cuda", dtype=case.dtype)
@@ -102,5 +102,5 @@ def measure(options: Options, advance: Advance) -> list[p.Row]:
         fields = dict(op="argmin", tokens=None, case=case.name, routing="none", experts=0.0)
         fields |= dict(cache="cold", bytes=first.nbytes, reuse_bytes=reuse)
         contestants = make_contestants(case, inputs, options)
-        measured += rows(race(contestants, options.replays), **fields)
+        measured += rows(take_turns(contestants, options.replays), **fields)
     return measured

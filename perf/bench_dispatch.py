@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import protocol as p
+import tool
 import torch
-from race import Advance, Contestant, Options, each, race, rows
+from contest import Advance, Contestant, Options, each, rows, take_turns
 
 import cute_moe
 from cute_moe import dispatch_reference as reference
-from cute_moe.host.device import device_facts
 
 WARM_LAUNCHES, COLD_BYTES = 50, 8 << 30  # launches of a graph, or bytes that they move together
 DEVICE = "cuda"
@@ -201,7 +201,7 @@ CASES = (
 def measure(options: Options, advance: Advance) -> list[p.Row]:
     """All rows of all cases."""
     torch.manual_seed(0)
-    l2 = device_facts(torch.cuda.current_device()).l2_bytes
+    l2 = tool.facts().l2_bytes
     measured = []
     for case in each(CASES, options, advance):
         entries = case.make(options)
@@ -216,5 +216,5 @@ def measure(options: Options, advance: Advance) -> list[p.Row]:
         fields = dict(op="dispatch", tokens=None, case=case.name, routing="none", experts=0.0)
         fields |= dict(cache="cold" if cold else "warm", bytes=entries.nbytes)
         fields |= dict(reuse_bytes=entries.nbytes if cold else 0)
-        measured += rows(race(contestants, options.replays), **fields)
+        measured += rows(take_turns(contestants, options.replays), **fields)
     return measured

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import protocol as p
 import torch
+from contest import Advance, Launch, Options, Result, rows, skip
 from peers import find_peers
-from race import Advance, Launch, Options, Result, rows, skip
 from report import TARGETS_US
 
 import cute_moe

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import protocol as p
+import tool
 import torch
+from contest import Advance, Contestant, Options, Result, eager, rows, take_turns
 from floor import (
     EmptySpec,
     FloorSpec,
@@ -22,10 +24,8 @@ from floor import (
     samples,
 )
 from peers import Peer, find_peers
-from race import Advance, Contestant, Options, Result, eager, race, rows
 
 from cute_moe import reference
-from cute_moe.host.device import device_facts
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import alloc_scratchpad, mono_moe
 
@@ -87,7 +87,7 @@ def make_pool(copies: int, seed: int = 0) -> Pool:
         copies=[weights, *(tuple(t.clone() for t in weights) for _ in range(copies - 1))],
         up_samples=samples(weights[0], spec.up_chunks),
         down_samples=samples(weights[2], spec.down_chunks),
-        grid=device_facts(torch.cuda.current_device()).sm_count,
+        grid=tool.facts().sm_count,
         scratchpad=alloc_scratchpad("cuda"),
     )
 
@@ -173,7 +173,7 @@ def case_rows(case: Case, results: dict[str, Result], cache: str) -> list[p.Row]
     """Rows of one run; cold ones fail when the L2 cache could have helped."""
     experts = p.mean_experts(case.lists)
     reuse = p.reuse_bytes(case.lists, case.copies) if cache != "warm" else 0
-    least = p.COLD_FACTOR * device_facts(torch.cuda.current_device()).l2_bytes
+    least = p.COLD_FACTOR * tool.facts().l2_bytes
     made = rows(
         results,
         op="moe",
@@ -205,7 +205,7 @@ def token_rows(
         racing = peers if baselines else layers
         contestants = {name: layer_contestant(inputs, peer) for name, peer in racing.items()}
         contestants["floor"] = floor_contestant(pool, inputs.lists, inputs.copies)
-        results = race(contestants, replays)
+        results = take_turns(contestants, replays)
         made += case_rows(inputs, results, cache)
     if uniform:
         able = {name: layer_contestant(case, layers[name]) for name in layers if name in results}
@@ -227,7 +227,7 @@ def context_rows(pool: Pool, replays: int) -> Iterator[p.Row]:
         "floor": ("all experts", p.SHAPE.num_experts * p.EXPERT_BYTES, p.SHAPE.num_experts),
     }
     shared = {"op": "moe", "tokens": None, "routing": "none", "cache": "cold", "reuse_bytes": 0}
-    for name, result in race(contestants, replays).items():
+    for name, result in take_turns(contestants, replays).items():
         case, nbytes, experts = cases[name]
         yield from rows({name: result}, case=case, bytes=nbytes, experts=experts, **shared)
 

@@ -15,11 +15,11 @@ import cutlass
 import cutlass.cute as cute
 import protocol as p
 import torch
+from contest import Contestant
 from cutlass import Int32, Int64, Uint8
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
-from race import Contestant
 
 from cute_moe.host.compile import compile_cached
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import protocol as p
 import torch
 from build_flashinfer import LIBRARY
-from race import Options, skip
+from contest import Options, skip
 
 from cute_moe import reference
 from cute_moe.moe import interleave_for_tma_wgmma_up

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import protocol
+import tool
 import torch
-from bench import parse_tokens
 from bench_moe import MAX_ERROR, Pool, floor_contestant, make_case, make_pool
-from race import race
+from contest import take_turns
+from stamps import record
 from timeline_svg import Trace, draw
 
-from cute_moe.host.device import device_facts, why_unsupported
 from cute_moe.kernels.moe.spec import MoeSpec
 from cute_moe.reference import relative_error
-from cute_moe.trace import record
 
 
 def read(path: Path) -> Trace:
@@ -79,7 +78,8 @@ def collect(pool: Pool, tokens: int) -> Trace:
         raise RuntimeError(f"the traced kernel is wrong: error {error:.3g}, at most {MAX_ERROR}")
     launch = median_launch(stamps.numpy())
     lists = [case.lists[launch]] * len(calls)
-    floor = race({"floor": floor_contestant(pool, lists, case.copies)}, protocol.REPLAYS)["floor"]
+    probe = floor_contestant(pool, lists, case.copies)
+    floor = take_turns({"floor": probe}, protocol.REPLAYS)["floor"]
     if floor.check != protocol.OK:
         raise RuntimeError(f"the floor probe is wrong: {floor.check}")
     return Trace(
@@ -101,7 +101,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="perf/timeline.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("files", nargs="*", type=Path, help="traces to draw (.npz, .json); needs no GPU")
-    add("--tokens", type=parse_tokens, default=(1, 8), help="what to record without files")
+    add("--tokens", type=tool.parse_tokens, default=(1, 8), help="what to record without files")
     add("--out", type=Path, default=Path("."), help="folder of the results (default: here)")
     return parser.parse_args(argv)
 
@@ -113,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.files:
         traces = {path.stem: read(path) for path in args.files}
     else:
-        available = torch.cuda.is_available()
-        reason = why_unsupported(device_facts(torch.cuda.current_device()) if available else None)
+        reason = tool.why_not_here()
         if reason:
             print(f"cannot record here: {reason}")
             return 2

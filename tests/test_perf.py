@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import bench
 import bench_moe
+import contest
 import floor
 import protocol
 import pytest
-import race
 import report
+import tool
 import torch
 from perf_rows import MB, FakeGraph, Streams, example_rows, fake_interleave, make_row
 
@@ -157,16 +158,15 @@ def measured(monkeypatch, tmp_path, row: protocol.Row, *arguments: str) -> tuple
     """bench.py on a pretended GPU that measures `row`: the exit code and the results file."""
     facts = DeviceFacts(0, "NVIDIA H200", (9, 0), 132, 232448, 60 * MB, "580")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(race, "SKIPPED", {"other": "a reason of another mode"})
-    monkeypatch.setattr(bench, "device_facts", lambda index: facts)
+    monkeypatch.setattr(contest, "SKIPPED", {"other": "a reason of another mode"})
+    monkeypatch.setattr(tool, "facts", lambda: facts)
     monkeypatch.setattr(protocol, "limits_of", lambda facts: H200)
     seen = []
 
-    def measure(options: race.Options, advance: race.Advance) -> list[protocol.Row]:
+    def measure(options: contest.Options, advance: contest.Advance) -> list[protocol.Row]:
         seen.append(options)
         advance("a step", 1)
-        race.skip("flashinfer", OSError("no file"))
+        contest.skip("flashinfer", OSError("no file"))
         return [row, make_row("floor", 12.0)]
 
     monkeypatch.setattr(bench_moe, "measure", measure)
@@ -197,10 +197,7 @@ def test_results_file_and_exit_code(monkeypatch, tmp_path, capsys, us, code) -> 
 
 @pytest.mark.parametrize("part", ["measure", "draw"])
 def test_one_mode_that_fails_does_not_lose_the_others(monkeypatch, tmp_path, capsys, part) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(bench, "device_facts", lambda index: None)
-    monkeypatch.setattr(bench, "why_unsupported", lambda facts: None)
+    monkeypatch.setattr(tool, "why_not_here", lambda: None)
     done = []
 
     def measure(mode: str, *_: object) -> list[protocol.Row]:
@@ -230,15 +227,15 @@ def test_bench_says_why_it_cannot_run(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize("empty", [False, True])
 def test_an_empty_replay_leaves_the_poison(monkeypatch, empty) -> None:
     out = torch.zeros(3)
-    contestant = race.Contestant(
+    contestant = contest.Contestant(
         [lambda: out.fill_(1.0)],
         lambda: out.fill_(torch.nan),
         lambda: protocol.OK if bool((out == 1.0).all()) else "wrong",
     )
     Streams(monkeypatch)
-    monkeypatch.setattr(race, "capture", lambda launches: FakeGraph(launches, empty))
+    monkeypatch.setattr(contest, "capture", lambda launches: FakeGraph(launches, empty))
     monkeypatch.setattr(protocol, "interleave", fake_interleave)
-    assert race.race({"a": contestant}, 3)["a"].check == ("wrong" if empty else "ok")
+    assert contest.take_turns({"a": contestant}, 3)["a"].check == ("wrong" if empty else "ok")
 
 
 def test_a_peer_that_cannot_be_captured_is_skipped(monkeypatch, capsys) -> None:
@@ -252,21 +249,21 @@ def test_a_peer_that_cannot_be_captured_is_skipped(monkeypatch, capsys) -> None:
     def broken() -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(race, "capture", capture)
+    monkeypatch.setattr(contest, "capture", capture)
     monkeypatch.setattr(protocol, "interleave", fake_interleave)
-    good = race.Contestant([lambda: None], lambda: None, lambda: protocol.OK)
-    bad = race.Contestant([broken], lambda: None, lambda: protocol.OK)
-    monkeypatch.setattr(race, "SKIPPED", {})
+    good = contest.Contestant([lambda: None], lambda: None, lambda: protocol.OK)
+    bad = contest.Contestant([broken], lambda: None, lambda: protocol.OK)
+    monkeypatch.setattr(contest, "SKIPPED", {})
     streams = Streams(monkeypatch)
     for _ in range(2):
         streams.current = "before"
-        assert set(race.race({"torch_compile": bad, "cute_moe": good}, 2)) == {"cute_moe"}
+        assert set(contest.take_turns({"torch_compile": bad, "cute_moe": good}, 2)) == {"cute_moe"}
         assert streams.seen == ["before"] and streams.current == "before"
     assert capsys.readouterr().out == "torch_compile: skipped, RuntimeError: no compiler\n"
-    assert race.SKIPPED == {"torch_compile": "RuntimeError: no compiler"}
+    assert contest.SKIPPED == {"torch_compile": "RuntimeError: no compiler"}
     for ours in ("cute_moe", "cute_moe_bf16", "cute_moe_programmatic", "floor", "copy"):
         with pytest.raises(RuntimeError, match="no compiler"):
-            race.race({ours: bad}, 2)
+            contest.take_turns({ours: bad}, 2)
 
 
 def test_contestants_take_turns_on_a_clean_cache(monkeypatch) -> None:
@@ -310,25 +307,25 @@ def test_eager_calls_take_turns(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(protocol.time, "perf_counter", lambda: next(clock) * 6e-6)
     good = {
-        name: race.Contestant([functools.partial(log.append, name)] * count,
+        name: contest.Contestant([functools.partial(log.append, name)] * count,
                               functools.partial(log.append, "poison"), lambda: protocol.OK)
         for name, count in (("a", 2), ("b", 3))
     }  # fmt: skip
-    results = race.eager(good, 1)
+    results = contest.eager(good, 1)
     assert log[:2] == ["poison"] * 2
     assert "".join(log[2:]) == "aabbbbbbaa" * 3
-    assert results["a"] == race.Result([pytest.approx(3.0)], "ok")
-    assert results["b"] == race.Result([pytest.approx(2.0)], "ok")
+    assert results["a"] == contest.Result([pytest.approx(3.0)], "ok")
+    assert results["b"] == contest.Result([pytest.approx(2.0)], "ok")
 
 
 def test_rows_of_a_run_have_the_ratio_of_each_turn() -> None:
     results = {
-        "floor": race.Result([10.0, 20.0, 30.0], "ok"),
-        "cute_moe": race.Result([11.0, 24.0, 36.0], "ok"),
+        "floor": contest.Result([10.0, 20.0, 30.0], "ok"),
+        "cute_moe": contest.Result([11.0, 24.0, 36.0], "ok"),
     }
     fields = dict(op="moe", tokens=1, case=None, routing="uniform", cache="cold", bytes=1,
                   experts=8.0, reuse_bytes=0)  # fmt: skip
-    floor_row, ours = race.rows(results, **fields)
+    floor_row, ours = contest.rows(results, **fields)
     assert floor_row.of_floor is None and ours.of_floor == 1.2
     assert (ours.us, ours.contestant, ours.check) == (24.0, "cute_moe", "ok")
 
@@ -364,10 +361,9 @@ def test_rows_that_make_no_sense(changes) -> None:
 
 def test_a_cold_row_must_be_cold(monkeypatch) -> None:
     facts = type("Facts", (), {"l2_bytes": 60 * MB})
-    monkeypatch.setattr(bench_moe, "device_facts", lambda index: facts)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tool, "facts", lambda: facts)
     lists = [list(range(8))] * protocol.LAUNCHES
     for copies, check in ((1, "not cold: 23 MB between two uses"), (protocol.COPIES, "ok")):
         case = bench_moe.Case(1, "uniform", [], [], lists, [], [], copies)
-        (row,) = bench_moe.case_rows(case, {"cute_moe": race.Result([2.0], "ok")}, "cold")
+        (row,) = bench_moe.case_rows(case, {"cute_moe": contest.Result([2.0], "ok")}, "cold")
         assert row.check == check and row.experts == 8.0 and row.bytes == 24 * MB

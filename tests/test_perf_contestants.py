@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import bench_argmin
 import bench_host
 import bench_moe
+import contest
 import floor
 import peers
 import protocol
 import pytest
-import race
+import tool
 import torch
 from fake_cuda import fake_int32
 from perf_rows import MB, FakeGraph, Streams, fake_interleave
@@ -28,12 +29,10 @@ def no_gpu(monkeypatch) -> None:
     """Graphs that run on the CPU, and a GPU of 4 SMs."""
     Streams(monkeypatch)
     facts = SimpleNamespace(l2_bytes=60 * MB, sm_count=4)
-    for module in (bench_argmin, bench_moe):
-        monkeypatch.setattr(module, "device_facts", lambda index: facts)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(tool, "facts", lambda: facts)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(race, "capture", FakeGraph)
-    monkeypatch.setattr(race, "SKIPPED", {})
+    monkeypatch.setattr(contest, "capture", FakeGraph)
+    monkeypatch.setattr(contest, "SKIPPED", {})
     monkeypatch.setattr(protocol, "interleave", fake_interleave)
     monkeypatch.setattr(protocol, "SHAPE", SHAPE)
     monkeypatch.setattr(protocol, "LAUNCHES", LAUNCHES)
@@ -78,7 +77,7 @@ def names_by_cache(rows: list[protocol.Row]) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("tokens, routing", [(1, "uniform"), (3, "uniform"), (1, "same")])
 def test_rows_of_the_layer(pool, monkeypatch, capsys, tokens, routing) -> None:
-    fine = race.Contestant([lambda: None] * LAUNCHES, lambda: None, lambda: protocol.OK)
+    fine = contest.Contestant([lambda: None] * LAUNCHES, lambda: None, lambda: protocol.OK)
     monkeypatch.setattr(bench_moe, "floor_contestant", lambda pool, lists, copies: fine)
     racing = {
         "cute_moe": bench_moe.ourselves(pool),
@@ -167,9 +166,9 @@ def test_contestants_of_argmin(no_gpu, monkeypatch, largest) -> None:
     monkeypatch.setattr(floor, "floor_function", read_chunks)
     case = bench_argmin.Case("small", (2, 64, 128), 1, torch.float32, largest)
     inputs = [torch.randn(case.shape) for _ in range(2)]
-    made = bench_argmin.make_contestants(case, inputs, race.Options(peers=("torch",)))
+    made = bench_argmin.make_contestants(case, inputs, contest.Options(peers=("torch",)))
     assert set(made) == {"cute_moe", "torch", "torch_amin", "floor"}
-    results = race.race(made, 2)
+    results = contest.take_turns(made, 2)
     assert {name: result.check for name, result in results.items()} == dict.fromkeys(made, "ok")
     for contestant in made.values():
         contestant.poison()
@@ -198,11 +197,11 @@ def test_a_peer_that_fails_when_called_costs_the_host_mode_nothing(
         return out.copy_(reference.moe_block_fp8(*tensors))
 
     monkeypatch.setattr(cute_moe, "mono_moe", ours)
-    results = bench_host.call_results(race.Options(), bursts=protocol.LAUNCHES)
+    results = bench_host.call_results(contest.Options(), bursts=protocol.LAUNCHES)
     cases = [(contestant, case) for contestant, case, _ in results]
     assert cases[:3] == [("cute_moe", "call of mono_moe"), ("cute_moe", "call of MoELayer"),
                          ("vllm_triton", "call")]  # fmt: skip
     assert len(cases) == 4 and cases[3][1].startswith("a launch of a replayed graph")
     assert {result.check for *_, result in results} == {"ok"}
-    assert race.SKIPPED == {"flashinfer": "RuntimeError: no kernel image"}
+    assert contest.SKIPPED == {"flashinfer": "RuntimeError: no kernel image"}
     assert "flashinfer: skipped" in capsys.readouterr().out

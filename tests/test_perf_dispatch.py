@@ -4,7 +4,7 @@ import bench_dispatch
 import protocol
 import pytest
 import torch
-from race import Options
+from contest import Options
 
 SMALL = {
     "dispatch in turn": bench_dispatch.dispatch_case(64, 16, torch.float32, 4, False),

@@ -10,13 +10,13 @@ import types
 
 import bench_host
 import bench_moe
+import contest
 import peers
 import protocol
 import pytest
-import race
 import torch
+from contest import Contestant, Options, Result
 from moe_cases import E, K, N
-from race import Contestant, Options, Result
 
 from cute_moe import reference
 
@@ -68,7 +68,7 @@ def test_peers_that_are_not_there_say_why(monkeypatch, tmp_path, capsys) -> None
         "flashinfer", "vllm_triton", "sglang_triton",
     ]  # fmt: skip
     reason = "ModuleNotFoundError: No module named 'flashinfer.jit.monomoe'"
-    assert lines[0] == f"flashinfer: skipped, {reason}" and race.SKIPPED["flashinfer"] == reason
+    assert lines[0] == f"flashinfer: skipped, {reason}" and contest.SKIPPED["flashinfer"] == reason
     assert peers.find_peers(Options(peers=()), []) == {}
     assert capsys.readouterr().out == ""
 

@@ -220,7 +220,7 @@ class Recorder:
             xs=xs, logits=xs, want=[x + 1 for x in xs], lists=[[1], [2, 3], [4, 5, 6]], copies=2
         )
         self.wrong, self.floor_check, self.floor_lists = wrong, floor_check, None
-        for name in ("make_case", "record", "floor_contestant", "race"):
+        for name in ("make_case", "record", "floor_contestant", "take_turns"):
             monkeypatch.setattr(timeline, name, getattr(self, name))
 
     def make_case(self, pool, tokens, routing):
@@ -237,7 +237,7 @@ class Recorder:
         self.floor_lists = lists
         return "contestant"
 
-    def race(self, contestants, replays):
+    def take_turns(self, contestants, replays):
         return {"floor": SimpleNamespace(times=[3.0, 4.0, 5.0], check=self.floor_check)}
 
 

@@ -17,7 +17,7 @@ GROUP = 4  # experts stacked in one down WGMMA
 PAIRS = MAX_TOKENS * MAX_TOP_K  # (token, slot) pairs
 MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 16 chunks of 8
 MAX_GRID = 256  # epoch words kept in the scratchpad
-EVENTS = (  # of a traced launch, by role; see cute_moe.trace
+EVENTS = (  # of a traced launch, by role; see perf/stamps.py
     "start",
     "routed",
     "lists",

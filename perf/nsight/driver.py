@@ -15,10 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import protocol
-from bench import parse_tokens
+import tool
 from bench_moe import MAX_ERROR, Pool, make_pool
 
-from cute_moe.host.device import device_facts, why_unsupported
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import mono_moe
 from cute_moe.reference import moe_block_fp8, relative_error
@@ -72,22 +71,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="driver.py", description=__doc__.splitlines()[0])
     add = parser.add_argument
     everything = tuple(range(1, MAX_TOKENS + 1))
-    add("--tokens", type=parse_tokens, default=everything, help="such as 1,8 (default: 1..8)")
-    add("--launches", type=int, default=4, help="launches at each M; the last one is measured")
-    add("--replays", type=int, default=0, help="replays of a graph of them (default: no graph)")
-    add("--copies", type=int, default=protocol.COPIES, help="weight copies, 0.8 GB each")
-    args = parser.parse_args(argv)
-    for name, least in (("launches", 1), ("replays", 0), ("copies", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name}: expected at least {least}, got {getattr(args, name)}")
-    return args
+    add("--tokens", type=tool.parse_tokens, default=everything, help="such as 1,8 (default 1..8)")
+    add("--launches", type=tool.count, default=4, help="at each M; the last one is measured")
+    add("--replays", type=tool.count, default=0, help="of a graph of them (default: no graph)")
+    add("--copies", type=tool.count, default=protocol.COPIES, help="weight copies, 0.8 GB each")
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all M; 1 when an output is wrong, 2 where nothing can run."""
     args = parse_args(argv)
-    facts = device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
-    reason = why_unsupported(facts)
+    reason = tool.why_not_here()
     if reason:
         print(f"cannot run here: {reason}")
         return 2

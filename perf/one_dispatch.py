@@ -1,7 +1,17 @@
-"""All row permutations on small inputs, a part of them hostile, checked: for compute-sanitizer."""
+"""All row permutations on small inputs, a part of them hostile: `python perf/one_dispatch.py`.
 
+The program to run under compute-sanitizer; every result is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+import tool
 import torch
-from dispatch_cases import Guarded, bytes_as, draw_pairs
+from cases import Guarded, bytes_as, draw_pairs, same_bytes
 
 import cute_moe
 from cute_moe import dispatch_reference as reference
@@ -19,14 +29,7 @@ def spoilt(indices: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def check(name: str, good: bool) -> None:
-    """Print what was tried; stop at a wrong result."""
-    print(name, "ok" if good else "WRONG", flush=True)
-    if not good:
-        raise SystemExit(1)
-
-
-def dispatch(device: torch.device) -> None:
+def dispatch(device: torch.device) -> Iterator[tuple[str, bool]]:
     """Vectors of 16 and of 1 byte; all rows filled, some not, many left over."""
     for dtype, columns, rows in ((torch.float32, 128, 300), (torch.uint8, 3, 300),
                                  (torch.float32, 128, 700)):  # fmt: skip
@@ -35,30 +38,40 @@ def dispatch(device: torch.device) -> None:
         for pairs in ((expert, slot), (spoilt(expert), spoilt(slot))):
             out = Guarded((rows, columns), dtype, device)
             got = cute_moe.dispatch(x, *pairs, offsets, out=out.matrix)
-            want = reference.dispatch(x, *pairs, offsets, rows)
-            same = torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-            check(f"dispatch {dtype} into {rows} rows", same and out.intact())
+            same = same_bytes(got, reference.dispatch(x, *pairs, offsets, rows))
+            yield f"dispatch {dtype} into {rows} rows", same and out.intact()
 
 
-def permute_and_combine(device: torch.device) -> None:
+def permute_and_combine(device: torch.device) -> Iterator[tuple[str, bool]]:
     """Few tokens (one launch), many (two), and rows that bulk copies cannot move."""
     for tokens, columns in ((32, 512), (1200, 1024), (1200, 3)):
         x = torch.randn(tokens, columns, device=device)
         ids = spoilt(torch.rand(tokens, 64, device=device).topk(8, dim=1).indices.contiguous())
         packed, slots, offsets, row_token = cute_moe.moe_permute(x, ids, 64)
-        check(f"permute {tokens} x {columns}", torch.equal(packed, reference.permute(x, row_token)))
+        same = torch.equal(packed, reference.permute(x, row_token))
+        yield f"permute {tokens} x {columns}", same
         weights = torch.rand(tokens, 8, device=device)
         got = cute_moe.combine(packed, ids, slots, offsets, weights)
-        valid = ((ids >= 0) & (ids < 64)) * weights
-        check("combine", torch.allclose(got, x * valid.sum(1, keepdim=True), rtol=1e-4, atol=1e-4))
+        want = x * (((ids >= 0) & (ids < 64)) * weights).sum(1, keepdim=True)
+        near = torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+        yield f"combine {tokens} x {columns}", near
 
 
-def main() -> None:
-    device = torch.device("cuda", 0)
+def work(args: argparse.Namespace) -> int:
+    """Everything; 1 at the first wrong result."""
+    device = tool.device()
     torch.manual_seed(0)
-    dispatch(device)
-    permute_and_combine(device)
+    for tried in (dispatch, permute_and_combine):
+        for name, good in tried(device):
+            if tool.verdict(name, good):
+                return 1
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when all results are right, 1 when one is wrong, 2 where nothing can run."""
+    return tool.checked(tool.parser("one_dispatch", __doc__, seconds=540), work, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

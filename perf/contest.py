@@ -85,7 +85,7 @@ class Result:
     check: str
 
 
-def race(contestants: Mapping[str, Contestant], replays: int) -> dict[str, Result]:
+def take_turns(contestants: Mapping[str, Contestant], replays: int) -> dict[str, Result]:
     """Captures one graph for each contestant, poisons the outputs, replays in turn, checks.
 
     Capturing runs every launch once, so only the poison tells a replay from no replay at all. The

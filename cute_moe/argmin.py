@@ -7,17 +7,24 @@ import math
 
 import torch
 
+from cute_moe.host.check import Contract, TensorRule, check_apart, check_tensor, dtype_name
 from cute_moe.host.device import device_facts
 from cute_moe.host.launch import KernelCache, build_from
 from cute_moe.kernels.argmin.spec import COMBINE, Plan, plan
-from cute_moe.ops import check_apart, register
+from cute_moe.kernels.device.options import check_bool
+from cute_moe.ops import register
 
-_DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.int32: "int32",
-}
+_INPUT = Contract(
+    [
+        TensorRule(
+            "x",
+            (torch.float32, torch.bfloat16, torch.float16, torch.int32),
+            None,
+            align=1,
+            strides="any",
+        )
+    ]
+)
 _TORCH = {False: torch.argmin, True: torch.argmax}  # by `largest`
 
 
@@ -64,15 +71,12 @@ def argmax(
 def _call(
     largest: bool, x: torch.Tensor, dim: int | None, keepdim: bool, out: torch.Tensor | None
 ) -> torch.Tensor:
-    for name, value in (("x", x), ("out", out)):
-        if not isinstance(value, torch.Tensor) and not (name == "out" and value is None):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-        if value is not None and value.layout != torch.strided:
-            raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    check_tensor("x", x)
+    if out is not None:
+        check_tensor("out", out)
     if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
         raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
-    if not isinstance(keepdim, bool):
-        raise TypeError(f"keepdim: expected a bool, got {type(keepdim).__name__}")
+    check_bool("keepdim", keepdim)
     if out is None:
         return _OPS[int(largest)](x, dim, keepdim)
     _OPS_OUT[int(largest)](x, dim, keepdim, out)
@@ -81,9 +85,7 @@ def _call(
 
 def _result_shape(largest: bool, x: torch.Tensor, dim: int | None, keepdim: bool) -> list[int]:
     """Shape of the result. Raises ValueError for x's dtype, and what torch raises for `dim`."""
-    if x.dtype not in _DTYPE_NAMES:
-        names = ", ".join(_DTYPE_NAMES.values())
-        raise ValueError(f"x: expected one of {names}, got {str(x.dtype).removeprefix('torch.')}")
+    _INPUT.check((x,))
     rank = x.dim()
     if dim is None:
         empty, shape = x.numel() == 0, [1] * rank if keepdim else []
@@ -104,17 +106,10 @@ def _result_shape(largest: bool, x: torch.Tensor, dim: int | None, keepdim: bool
 
 
 def _check_out(x: torch.Tensor, shape: list[int], out: torch.Tensor) -> None:
-    if (
-        out.dtype is not torch.int64
-        or list(out.shape) != shape
-        or out.device != x.device
-        or not out.is_contiguous()
-    ):
-        raise ValueError(
-            f"out: expected {shape} int64, contiguous, on {x.device}; got {list(out.shape)} "
-            f"{str(out.dtype).removeprefix('torch.')}, strides {list(out.stride())}, "
-            f"on {out.device}"
-        )
+    right = out.dtype is torch.int64 and list(out.shape) == shape and out.device == x.device
+    if not (right and out.is_contiguous()):
+        rule = TensorRule("out", (torch.int64,), tuple(shape), align=1)
+        Contract([rule]).check([out], x.device)  # raises
 
 
 def _sizes(x: torch.Tensor, dim: int | None) -> tuple[int, int, int]:
@@ -155,7 +150,7 @@ def _compute(
     device = x.device
     made = _plan(
         *_sizes(x, dim),
-        _DTYPE_NAMES[x.dtype],
+        dtype_name(x.dtype),
         largest,
         x.data_ptr() % 16,
         device_facts(device.index).sm_count,

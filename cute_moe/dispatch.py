@@ -19,7 +19,7 @@ import torch
 
 from cute_moe import dispatch_ops as ops
 from cute_moe import dispatch_reference as reference
-from cute_moe.kernels.dispatch.spec import MAX_SIZE
+from cute_moe.host.check import check_tensor
 
 
 def dispatch(
@@ -46,19 +46,18 @@ def dispatch(
     as they were. torch.compile and CUDA graphs need num_rows or out, and no `validate`.
     Raises TypeError or ValueError, naming the argument, before anything is launched or written.
     """
-    _need_matrix("token_hidden", token_hidden)
-    _need_tensors(expert_idx=expert_idx, slot_idx=slot_idx, expert_offsets=expert_offsets)
+    _check_matrix("token_hidden", token_hidden)
+    _check_tensors(expert_idx=expert_idx, slot_idx=slot_idx, expert_offsets=expert_offsets)
     if num_rows is not None:
-        _need_int("num_rows", num_rows)
-        _need_size("num_rows", num_rows)
+        ops.check_rows("num_rows", num_rows)
     if out is None:
         if num_rows is None:
             ops.PAIRS.check((expert_idx, slot_idx, expert_offsets))
             num_rows = int(expert_offsets[-1])
-            _need_size("expert_offsets[-1]", num_rows)
+            ops.check_rows("expert_offsets[-1]", num_rows)
         out = token_hidden.new_empty(num_rows, token_hidden.shape[1])
     else:
-        _need_matrix("out", out)
+        _check_matrix("out", out)
         if num_rows is not None and num_rows != out.shape[0]:
             raise ValueError(f"out: expected {num_rows} rows as num_rows says, got {out.shape[0]}")
     if validate:
@@ -83,8 +82,8 @@ def moe_dispatch_indices(
     same in every run. Many ids need scratch memory, which is allocated.
     Raises TypeError or ValueError, naming the argument, before anything is launched.
     """
-    _need_matrix("topk_ids", topk_ids)
-    _need_int("num_experts", num_experts)
+    _check_matrix("topk_ids", topk_ids)
+    ops.check_experts(num_experts)
     if validate:
         _validate_ids(topk_ids, num_experts)
     return ops.indices(topk_ids, num_experts)
@@ -106,14 +105,14 @@ def moe_permute(
     rows left over by dropped ids are zero. A source row is read once.
     Raises TypeError or ValueError, naming the argument, before anything is launched or written.
     """
-    _need_matrix("hidden", hidden)
-    _need_matrix("topk_ids", topk_ids)
-    _need_int("num_experts", num_experts)
+    _check_matrix("hidden", hidden)
+    _check_matrix("topk_ids", topk_ids)
+    ops.check_experts(num_experts)
     if out is None:
         ops.check_count(topk_ids)
         out = hidden.new_empty(topk_ids.shape[0] * topk_ids.shape[1], hidden.shape[1])
     else:
-        _need_matrix("out", out)
+        _check_matrix("out", out)
     if validate:
         _validate_ids(topk_ids, num_experts)
     return (out, *ops.permute(hidden, topk_ids, num_experts, out))
@@ -142,13 +141,13 @@ def combine(
     saturate. Returns out, or a new tensor.
     Raises TypeError or ValueError, naming the argument, before anything is launched or written.
     """
-    _need_matrix("packed", packed)
-    _need_matrix("expert_idx", expert_idx)
-    _need_tensors(slot_idx=slot_idx, expert_offsets=expert_offsets, topk_weights=topk_weights)
+    _check_matrix("packed", packed)
+    _check_matrix("expert_idx", expert_idx)
+    _check_tensors(slot_idx=slot_idx, expert_offsets=expert_offsets, topk_weights=topk_weights)
     if out is None:
         out = packed.new_empty(expert_idx.shape[0], packed.shape[1])
     else:
-        _need_matrix("out", out)
+        _check_matrix("out", out)
     if validate:
         ops.TOPK_PAIRS.check((expert_idx, slot_idx, expert_offsets, topk_weights))
         _validate_pairs(expert_idx, slot_idx, expert_offsets, packed.shape[0])
@@ -156,28 +155,15 @@ def combine(
     return out
 
 
-def _need_tensors(**tensors: torch.Tensor) -> None:
+def _check_tensors(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+        check_tensor(name, tensor)
 
 
-def _need_matrix(name: str, tensor: torch.Tensor) -> None:
-    _need_tensors(**{name: tensor})
+def _check_matrix(name: str, tensor: torch.Tensor) -> None:
+    check_tensor(name, tensor)
     if tensor.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions, got shape {list(tensor.shape)}")
-
-
-def _need_int(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-
-
-def _need_size(name: str, value: int) -> None:
-    if not 0 <= value <= MAX_SIZE:
-        raise ValueError(f"{name}: expected 0..{MAX_SIZE}, got {value}")
 
 
 def _validate_pairs(

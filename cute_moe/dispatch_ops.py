@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 
 from cute_moe import dispatch_reference as reference
-from cute_moe.host.check import Contract, TensorRule, dtype_name
+from cute_moe.host.check import Contract, TensorRule, check_apart, dtype_name, sized_dtypes
 from cute_moe.host.device import device_facts
 from cute_moe.host.launch import KernelCache, build_from
+from cute_moe.kernels.device.options import check_int
 from cute_moe.kernels.device.sizes import vector_bytes
 from cute_moe.kernels.dispatch.spec import (
     MAX_CHUNK_ITEMS,
@@ -24,66 +24,76 @@ from cute_moe.kernels.dispatch.spec import (
     plan_dispatch,
     plan_sort,
 )
-from cute_moe.ops import check_apart, register
+from cute_moe.ops import register
 
 _INDICES = (torch.int32, torch.int64)
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16)
+_INTS = (int, torch.SymInt)
 _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64,
            torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
+
+
+_ROWS = {"strides": "rows", "align": 1}
+_ANY = {"dtypes": sized_dtypes(1, 2, 4, 8), "words": "any dtype of 1, 2, 4 or 8 bytes"}
+_LIMITS = {
+    "T": (0, MAX_SIZE), "R": (0, MAX_SIZE), "H": (1, MAX_SIZE), "k": (0, MAX_SIZE),
+    "E+1": (2, MAX_SIZE),
+}  # fmt: skip
 
 
 def _indices(name: str, *shape: int | str) -> TensorRule:
     return TensorRule(name, _INDICES, shape, align=4)
 
 
-PAIRS = Contract(
-    [_indices("expert_idx", "T"), _indices("slot_idx", "T"), _indices("expert_offsets", "E+1")],
-    {"T": (0, MAX_SIZE), "E+1": (2, MAX_SIZE)},
+def _contract(*rules: TensorRule, **limits: tuple[int, int]) -> Contract:
+    symbols = {size for rule in rules for size in rule.shape or ()}
+    return Contract(rules, {s: v for s, v in {**_LIMITS, **limits}.items() if s in symbols})
+
+
+_PAIRS = (_indices("expert_idx", "T"), _indices("slot_idx", "T"), _indices("expert_offsets", "E+1"))
+_TOPK_PAIRS = (
+    _indices("expert_idx", "T", "k"),
+    _indices("slot_idx", "T", "k"),
+    _indices("expert_offsets", "E+1"),
+    TensorRule("topk_weights", _WEIGHTS, ("T", "k"), align=2),
 )
-TOPK_PAIRS = Contract(
-    [
-        _indices("expert_idx", "T", "k"),
-        _indices("slot_idx", "T", "k"),
-        _indices("expert_offsets", "E+1"),
-        TensorRule("topk_weights", _WEIGHTS, ("T", "k"), align=2),
-    ],
-    {"T": (0, MAX_SIZE), "k": (0, MAX_SIZE), "E+1": (2, MAX_SIZE)},
+PAIRS, TOPK_PAIRS = _contract(*_PAIRS), _contract(*_TOPK_PAIRS)
+_DISPATCH = _contract(
+    TensorRule("token_hidden", shape=("T", "H"), **_ANY, **_ROWS),
+    *_PAIRS,
+    TensorRule("out", "token_hidden", ("R", "H"), align=1),
 )
-TOPK_IDS = Contract([_indices("topk_ids", "T", "k")])
+_TOPK_IDS = _contract(_indices("topk_ids", "T", "k"))
+_PERMUTE = _contract(
+    TensorRule("hidden", shape=("T", "H"), **_ANY, **_ROWS),
+    _indices("topk_ids", "T", "k"),
+    TensorRule("out", "hidden", ("T*k", "H"), align=1),
+    k=(0, MAX_CHUNK_ITEMS),
+)
+_COMBINE = _contract(
+    TensorRule("packed", _VALUES, ("R", "H"), **_ROWS),
+    *_TOPK_PAIRS,
+    TensorRule("out", "packed", ("T", "H"), align=1),
+)
 
 
-def check_rows(name: str, rows: torch.Tensor) -> None:
-    """Raise ValueError unless `rows` is [any, H >= 1] with elements of a row side by side.
-
-    Neither the rows nor the bytes of one may be more than MAX_SIZE.
-    """
-    size = rows.dtype.itemsize
-    shape, strides = list(rows.shape), list(rows.stride())
-    if size not in (1, 2, 4, 8):
-        raise ValueError(f"{name}: expected a dtype of 1, 2, 4 or 8 bytes, got {rows.dtype}")
-    if shape[1] < 1:
-        raise ValueError(f"{name}: expected at least one column, got shape {shape}")
-    if shape[1] > 1 and strides[1] != 1:
-        raise ValueError(f"{name}: expected rows of adjacent elements, got strides {strides}")
-    if shape[0] > MAX_SIZE or shape[1] * size > MAX_SIZE:
+def _check_row_bytes(name: str, rows: torch.Tensor) -> None:
+    """Raise ValueError where a row has more than MAX_SIZE bytes."""
+    if rows.shape[1] * rows.dtype.itemsize > MAX_SIZE:
         raise ValueError(
-            f"{name}: expected at most {MAX_SIZE} rows of as many bytes, "
-            f"got shape {shape} {rows.dtype}"
+            f"{name}: expected rows of at most {MAX_SIZE} bytes, got shape {list(rows.shape)} "
+            f"{dtype_name(rows.dtype)}"
         )
 
 
-def check_out(out: torch.Tensor, shape: Sequence[int], source: torch.Tensor) -> None:
-    """Raise ValueError unless `out` is as a new tensor of that shape and `source`'s dtype."""
-    if (
-        list(out.shape) != list(shape)
-        or out.dtype != source.dtype
-        or out.device != source.device
-        or not out.is_contiguous()
-    ):
-        raise ValueError(
-            f"out: expected {list(shape)} {source.dtype}, contiguous, on {source.device}; got "
-            f"{list(out.shape)} {out.dtype}, strides {list(out.stride())}, on {out.device}"
-        )
+def check_rows(name: str, count: int) -> None:
+    """Raise unless `count` is a possible number of packed rows."""
+    check_int(name, count, 0, MAX_SIZE, _INTS)
+
+
+def check_experts(num_experts: int) -> None:
+    """Raise unless a sort takes as many experts."""
+    check_int("num_experts", num_experts, 1, MAX_EXPERTS, _INTS)
 
 
 def check_count(topk_ids: torch.Tensor) -> None:
@@ -94,9 +104,8 @@ def check_count(topk_ids: torch.Tensor) -> None:
 
 def check_ids(topk_ids: torch.Tensor, num_experts: int, *, fake: bool = False) -> None:
     """Raise unless the ids are a [T, k] matrix of indices and E and T * k are within the limits."""
-    TOPK_IDS.check((topk_ids,), fake=fake)
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts: expected 1..{MAX_EXPERTS}, got {num_experts}")
+    _TOPK_IDS.check((topk_ids,), fake=fake)
+    check_experts(num_experts)
     check_count(topk_ids)
 
 
@@ -110,17 +119,9 @@ def _check_dispatch(
     fake: bool = False,
 ) -> None:
     """All that needs no addresses."""
-    tokens, hidden = token_hidden.shape
-    check_rows("token_hidden", token_hidden)
-    PAIRS.check((expert_idx, slot_idx, expert_offsets), token_hidden.device, fake=fake)
-    if expert_idx.shape[0] != tokens:
-        raise ValueError(
-            f"expert_idx: expected [{tokens}], as token_hidden has {tokens} rows, "
-            f"got {list(expert_idx.shape)}"
-        )
-    check_out(out, (out.shape[0], hidden), token_hidden)
-    if out.shape[0] > MAX_SIZE:
-        raise ValueError(f"out: expected at most {MAX_SIZE} rows, got {out.shape[0]}")
+    tensors = (token_hidden, expert_idx, slot_idx, expert_offsets, out)
+    _DISPATCH.check(tensors, fake=fake)
+    _check_row_bytes("token_hidden", token_hidden)
 
 
 def _check_permute(
@@ -132,17 +133,13 @@ def _check_permute(
     fake: bool = False,
 ) -> None:
     """All that needs no addresses."""
-    check_rows("hidden", hidden)
-    check_ids(topk_ids, num_experts, fake=fake)
-    tokens, k = topk_ids.shape
-    if k > MAX_CHUNK_ITEMS:
-        raise ValueError(f"topk_ids: expected k <= {MAX_CHUNK_ITEMS}, got shape {[tokens, k]}")
-    if hidden.shape[0] != tokens or hidden.device != topk_ids.device:
-        raise ValueError(
-            f"topk_ids: expected {hidden.shape[0]} rows on {hidden.device} as hidden has, "
-            f"got {list(topk_ids.shape)} on {topk_ids.device}"
-        )
-    check_out(out, (tokens * k, hidden.shape[1]), hidden)
+    check_experts(num_experts)
+    sizes = _PERMUTE.check((hidden, topk_ids, out), fake=fake)
+    check_count(topk_ids)
+    if sizes["T*k"] != sizes["T"] * sizes["k"]:
+        rows = sizes["T"] * sizes["k"]
+        raise ValueError(f"out: expected {rows} rows, T * k of topk_ids, got {list(out.shape)}")
+    _check_row_bytes("hidden", hidden)
 
 
 def _check_combine(
@@ -156,12 +153,9 @@ def _check_combine(
     fake: bool = False,
 ) -> None:
     """All that needs no addresses."""
-    check_rows("packed", packed)
-    if packed.dtype not in _VALUES:
-        raise ValueError(f"packed: expected a dtype of {_VALUES}, got {packed.dtype}")
-    tensors = (expert_idx, slot_idx, expert_offsets, topk_weights)
-    tokens = TOPK_PAIRS.check(tensors, packed.device, fake=fake)["T"]
-    check_out(out, (tokens, packed.shape[1]), packed)
+    tensors = (packed, expert_idx, slot_idx, expert_offsets, topk_weights, out)
+    _COMBINE.check(tensors, fake=fake)
+    _check_row_bytes("packed", packed)
 
 
 _KERNELS = KernelCache(build_from("cute_moe.kernels.dispatch.build"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cute_moe import reference
-from cute_moe.host.check import Contract, TensorRule, dtype_name
+from cute_moe.host.check import Contract, TensorRule, check_apart, check_tensor, dtype_name
 from cute_moe.host.device import device_facts, has_sm90
 from cute_moe.host.launch import KernelCache, build_from, current_device
 from cute_moe.host.scratch import BASE_ALIGN, Region, ScratchLayout
@@ -37,6 +37,7 @@ def _rules() -> list[TensorRule]:
 
 _CONTRACT = Contract(_rules(), {"M": (0, MAX_TOKENS)})
 _INPUTS = Contract(_rules()[:-1], {"M": (0, MAX_TOKENS)})
+_TENSORS = [rule.name for rule in _INPUTS.rules]
 
 
 _KERNELS = KernelCache(build_from("cute_moe.kernels.moe.kernel"))
@@ -67,8 +68,7 @@ def interleave_for_tma_wgmma_up(w: torch.Tensor) -> torch.Tensor:
     Only needed for `mono_moe(..., interleave_up=False)`; raw rows are read as fast.
     Raises TypeError or ValueError unless `w` is a 3-D tensor with 2N a multiple of 16.
     """
-    if not isinstance(w, torch.Tensor):
-        raise TypeError(f"w: expected a torch.Tensor, got {type(w).__name__}")
+    check_tensor("w", w)
     if w.dim() != 3 or w.shape[1] % 16:
         raise ValueError(f"w: expected [E, 2N, K] with 2N a multiple of 16, got {list(w.shape)}")
     return _swap_row_groups(w, (2, w.shape[1] // 16))
@@ -175,7 +175,7 @@ def _launch(
     if out is None:
         out = torch.empty_like(x)
     else:
-        _check_overlap(out, x, inputs[1])
+        _check_apart(out, x, inputs[1])
     if scratchpad is None:
         scratchpad = alloc_scratchpad(x.device)
     elif scratchpad.numel() != _SCRATCH.nbytes or scratchpad.data_ptr() % BASE_ALIGN:
@@ -193,7 +193,7 @@ def _check_tensors(
         tokens = _INPUTS.check(inputs)["M"]
     else:
         tokens = _CONTRACT.check((*inputs, out))["M"]
-        _check_overlap(out, *inputs[:2])
+        check_apart(out, dict(zip(_TENSORS, inputs, strict=True)))
     if scratchpad is not None:
         _SCRATCH.check(scratchpad, inputs[0].device)
     return tokens
@@ -211,10 +211,9 @@ def _spec(options: dict[str, Any], inputs: tuple[torch.Tensor, ...]) -> MoeSpec:
     )
 
 
-def _check_overlap(out: torch.Tensor, x: torch.Tensor, logits: torch.Tensor) -> None:
-    """Raise ValueError when `out`, as large as activations_in, shares memory with an input."""
+def _check_apart(out: torch.Tensor, x: torch.Tensor, logits: torch.Tensor) -> None:
+    """`check_apart` for two inputs, `x` as large as `out`: quick, for every launch."""
     start, nbytes = out.data_ptr(), out.nbytes
-    for_x, for_logits = start - x.data_ptr(), start - logits.data_ptr()
-    if -nbytes < for_x < nbytes or -nbytes < for_logits < logits.nbytes:
-        name = "activations_in" if -nbytes < for_x < nbytes else "router_logits"
-        raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
+    for_logits = start - logits.data_ptr()
+    if -nbytes < start - x.data_ptr() < nbytes or -nbytes < for_logits < logits.nbytes:
+        check_apart(out, {"activations_in": x, "router_logits": logits})

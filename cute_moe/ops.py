@@ -1,6 +1,6 @@
 """Registration of this package's operators with torch.library, all in the namespace cute_moe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,23 +36,3 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
         _LIBRARY.impl(name, call, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return operator
-
-
-def check_apart(out: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError where the memory that `out` spans overlaps that of an input, by name."""
-    start, end = _span(out)
-    for name, tensor in inputs.items():
-        first, last = _span(tensor)
-        if first < end and start < last:
-            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of the first byte of a tensor and behind its last one."""
-    if tensor.numel() == 0:
-        return 0, 0
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
-    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (steps + 1) * tensor.element_size()

@@ -9,6 +9,7 @@ import torch
 from argmin_cases import DTYPES, GEOMETRIES, KINDS, make_values, random_shape, stream_shape
 
 import cute_moe
+from cute_moe.host.check import dtype_name
 from cute_moe.host.launch import KernelCache
 from cute_moe.kernels.argmin.kernel import build
 from cute_moe.kernels.argmin.spec import plan
@@ -202,7 +203,7 @@ def test_the_other_function_of_every_dtype(cuda, dtype, ours, theirs) -> None:
 def test_geometries_are_what_they_say() -> None:
     for dtype in DTYPES:
         for _ in range(50):
-            name = module._DTYPE_NAMES[dtype]
+            name = dtype_name(dtype)
             assert plan(*stream_shape(dtype.itemsize), name, False, 0, 132).scan.kind == "stream"
     for (shape, dim), (kind, shared) in GEOMETRIES.items():
         made = plan(*module._sizes(torch.empty(shape), dim), "float32", False, 0, 132)

@@ -1,9 +1,11 @@
 """The tensor contract: what passes, and the exact text of what does not."""
 
+import re
+
 import pytest
 import torch
 
-from cute_moe.host.check import Contract, TensorRule
+from cute_moe.host.check import Contract, TensorRule, sized_dtypes
 
 CPU = torch.device("cpu")
 CONTRACT = Contract(
@@ -127,6 +129,41 @@ def test_symbols_without_bounds_and_repeated_in_one_shape() -> None:
     assert square.check([torch.zeros(3, 3)]) == {"N": 3}
     with pytest.raises(ValueError, match=r"a: expected \[N, N\] float32"):
         square.check([torch.zeros(3, 4)])
+
+
+ROWS = Contract(
+    [
+        TensorRule("rows", sized_dtypes(2), ("R", "H"), align=1, strides="rows", words="2 bytes"),
+        TensorRule("any", (torch.int32,), None, align=1, strides="any"),
+        TensorRule("out", "rows", ("R", "H"), align=1),
+    ]
+)
+
+
+def test_other_strides_shapes_and_dtypes() -> None:
+    wide, anything = torch.zeros(4, 9, dtype=torch.half), torch.zeros(3, 2, 2, dtype=torch.int32)
+    out = torch.zeros(4, 3, dtype=torch.half)
+    for other in (anything, anything.mT, anything[0, 0, 0], anything.expand(2, 3, 2, 2)):
+        assert ROWS.check([wide[:, 1:4], other, out]) == {"R": 4, "H": 3}
+    assert ROWS.check([wide[:, ::9], anything, out[:, :1].contiguous()]) == {"R": 4, "H": 1}
+    for flawed, text in [
+        ([wide.float(), anything, out], "rows: expected [R, H] 2 bytes, rows of adjacent elements"),
+        ([wide[:, ::3], anything, out], "got [4, 3] float16, strides [9, 3], on cpu"),
+        ([wide[0], anything, out], "got [9] float16"),
+        ([wide[:, :3], anything.long(), out], "any: expected int32, on cpu; got [3, 2, 2] int64"),
+        ([wide[:, :3], anything.to_sparse(), out], "any: expected int32, on cpu; got [3, 2, 2] i"),
+        ([wide[:, :3], anything, out.bfloat16()], "out: expected [R, H] float16 as rows, contig"),
+        ([wide[:, :3], anything, wide[:, :3]], "got [4, 3] float16, strides [9, 1], on cpu"),
+    ]:
+        for fake in (False, True):
+            with pytest.raises(ValueError, match=re.escape(text)):
+                ROWS.check(flawed, fake=fake)
+
+
+def test_sized_dtypes() -> None:
+    found = sized_dtypes(1, 2)
+    assert {torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.int16} <= set(found)
+    assert {d.itemsize for d in found} == {1, 2} and len(set(found)) == len(found)
 
 
 def test_contract_needs_rules() -> None:

@@ -152,14 +152,14 @@ def test_dispatch_rejects() -> None:
     check("token_hidden: expected 2 dimensions, got shape [4]", x[0], expert, slot, offsets)
     check("token_hidden: expected a dense tensor, got layout torch.sparse_coo", x.to_sparse(),
           expert, slot, offsets)  # fmt: skip
-    check("token_hidden: expected a dtype of 1, 2, 4 or 8 bytes, got torch.complex128",
-          x.to(torch.complex128), expert, slot, offsets)  # fmt: skip
-    check("token_hidden: expected rows of adjacent elements, got strides [1, 5]",
-          torch.randn(4, 5).T, expert, slot, offsets)  # fmt: skip
-    check("token_hidden: expected at least one column", x[:, :0], expert, slot, offsets)
+    text = (
+        "token_hidden: expected [T, H] any dtype of 1, 2, 4 or 8 bytes, rows of adjacent elements"
+    )
+    check(text, x.to(torch.complex128), expert, slot, offsets)
+    check(text, torch.randn(4, 5).T, expert, slot, offsets)
+    check("1 <= H <= 1073741824; got [5, 0] float32, on cpu", x[:, :0], expert, slot, offsets)
     check("expert_idx: expected [T] int32 or int64", x, expert.short(), slot, offsets)
-    check("expert_idx: expected [5], as token_hidden has 5 rows, got [4]", x, expert[:4],
-          slot[:4], offsets)  # fmt: skip
+    check("on cpu, T = 5 as in token_hidden; got [4] int64", x, expert[:4], slot[:4], offsets)
     check("slot_idx: expected [T] int32 or int64", x, expert, slot[:4], offsets)
     check("expert_offsets: expected [E+1]", x, expert, slot, offsets[:1])
     check("out: expected 7 rows as num_rows says, got 5", x, expert, slot, offsets, num_rows=7)
@@ -171,10 +171,11 @@ def test_dispatch_rejects() -> None:
         text = f"expected 0..1073741824, got {rows}"
         check(f"num_rows: {text}", x, expert, slot, offsets, num_rows=rows, out=None)
         check(f"expert_offsets[-1]: {text}", x, expert, slot, offsets * 0 + rows, out=None)
-    check("out: expected [5, 4] torch.float32, contiguous", x, expert, slot, offsets,
-          out=torch.empty(4, 5).T)  # fmt: skip
-    check("out: expected [5, 4] torch.float32", x, expert, slot, offsets, out=torch.empty(5, 3))
-    check("out: expected [5, 4] torch.float32", x, expert, slot, offsets, out=x.double())
+    text = "out: expected [R, H] float32 as token_hidden, contiguous, on cpu, 0 <= R <= 1073741824"
+    check(f"{text}, H = 4 as in token_hidden; got [5, 4] float32, strides [1, 5], on cpu", x,
+          expert, slot, offsets, out=torch.empty(4, 5).T)  # fmt: skip
+    check(text, x, expert, slot, offsets, out=torch.empty(5, 3))
+    check(text, x, expert, slot, offsets, out=x.double())
     check("got an overlap with token_hidden", x, expert, slot, offsets, out=x)
     check("out: expected 2 dimensions, got shape []", x, expert, slot, offsets, out=x[0, 0])
     for options in ({}, {"num_rows": 5}, {"validate": True}):
@@ -203,11 +204,17 @@ def test_sort_rejects() -> None:
     check("topk_ids: expected 2 dimensions", hidden, ids[0], 3)
     check("num_experts: expected 1..4096, got 0", hidden, ids, 0)
     check("num_experts: expected 1..4096, got 4097", hidden, ids, 4097)
-    check("topk_ids: expected 5 rows on cpu as hidden has, got [4, 2]", hidden, ids[:4], 3)
-    check("out: expected [10, 4] torch.float32", hidden, ids, 3, out=torch.empty(9, 4))
+    check("T = 5 as in hidden, 0 <= k <= 2048; got [4, 2] int64", hidden, ids[:4], 3)
+    check("out: expected 10 rows, T * k of topk_ids, got [9, 4]", hidden, ids, 3,
+          out=torch.empty(9, 4))  # fmt: skip
     check("out: expected a torch.Tensor, got list", hidden, ids, 3, out=[1], error=TypeError)
     check("out: expected 2 dimensions, got shape []", hidden, ids, 3, out=hidden[0, 0])
-    check("topk_ids: expected k <= 2048", hidden[:1], torch.zeros(1, 2049, dtype=torch.int64), 3)
+    check(
+        "0 <= k <= 2048; got [1, 2049] int64",
+        hidden[:1],
+        torch.zeros(1, 2049, dtype=torch.int64),
+        3,
+    )
     many = torch.empty(1 << 23, 3, dtype=torch.int32)
     check("topk_ids: expected T * k <= 16777216, got [8388608, 3]", hidden, many, 3, out=None)
     with pytest.raises(ValueError, match=re.escape("topk_ids: expected T * k <= 16777216")):
@@ -227,11 +234,21 @@ def test_combine_rejects() -> None:
         options = {"out": out.matrix, **options}
         rejected(text, lambda: cute_moe.combine(*arguments, **options), out, error)
 
-    check("packed: expected a dtype of", packed.int(), ids, ids, offsets, weights)
+    check(
+        "packed: expected [R, H] bfloat16 or float16 or", packed.int(), ids, ids, offsets, weights
+    )
     check("expert_idx: expected 2 dimensions", packed, ids[0], ids, offsets, weights)
     check("slot_idx: expected [T, k]", packed, ids, ids[:, :1].contiguous(), offsets, weights)
     check("topk_weights: expected [T, k] float32", packed, ids, ids, offsets, weights.double())
-    check("out: expected [3, 4]", packed, ids, ids, offsets, weights, out=torch.empty(2, 4))
+    check(
+        "out: expected [T, H] float32 as packed",
+        packed,
+        ids,
+        ids,
+        offsets,
+        weights,
+        out=torch.empty(2, 4),
+    )
     for i, name in enumerate(("slot_idx", "expert_offsets", "topk_weights"), start=2):
         arguments = [packed, ids, ids, offsets, weights]
         arguments[i] = [0]
@@ -251,30 +268,30 @@ def ints(*shape: int) -> torch.Tensor:
 
 # Texts of errors, and calls that raise them with fake and with real tensors.
 FLAWED = {
-    "expert_idx: expected [5], as token_hidden has 5 rows, got [4]":
+    "expert_idx: expected [T] int32 or int64, contiguous, 4-byte aligned, on cpu, T = 5":
         lambda x: cute_moe.dispatch(x, ints(4), ints(4), ints(3), num_rows=5),
     "slot_idx: expected [T] int32 or int64, contiguous, 4-byte aligned, on cpu, T = 5":
         lambda x: cute_moe.dispatch(x, ints(5), ints(4), ints(3), num_rows=5),
-    "out: expected [5, 4] torch.float32":
+    "out: expected [R, H] float32 as token_hidden, contiguous, on cpu":
         lambda x: cute_moe.dispatch(x, ints(5), ints(5), ints(3), out=x.double()),
-    "token_hidden: expected at most 1073741824 rows of as many bytes":
+    "token_hidden: expected [T, H] any dtype of 1, 2, 4 or 8 bytes, rows of adjacent elements":
         lambda x: cute_moe.dispatch(x.expand(1 << 31, 5, 4)[:, 0], *[ints(3)] * 3, num_rows=5),
-    "out: expected at most 1073741824 rows, got 1073741825":
+    "out: expected [R, H] uint8 as token_hidden, contiguous, on cpu, 0 <= R <= 1073741824":
         lambda x: cute_moe.dispatch(x[:, :1].byte(), *[ints(5)] * 3,
                                     out=x.new_empty((1 << 30) + 1, 1, dtype=torch.uint8)),
     "topk_ids: expected [T, k] int32 or int64":
         lambda x: cute_moe.moe_dispatch_indices(x, 3),
     "num_experts: expected 1..4096, got 0":
         lambda x: cute_moe.moe_dispatch_indices(ints(5, 2), 0),
-    "topk_ids: expected 5 rows on cpu as hidden has, got [6, 2]":
+    "topk_ids: expected [T, k] int32 or int64, contiguous, 4-byte aligned, on cpu, T = 5 as in":
         lambda x: cute_moe.moe_permute(x, ints(6, 2), 3),
-    "out: expected [10, 4] torch.float32":
+    "out: expected 10 rows, T * k of topk_ids, got [5, 4]":
         lambda x: cute_moe.moe_permute(x, ints(5, 2), 3, out=x),
-    "packed: expected a dtype of":
+    "packed: expected [R, H] bfloat16 or float16 or":
         lambda x: cute_moe.combine(ints(6, 4), ints(3, 2), ints(3, 2), ints(2), x.new_empty(3, 2)),
     "topk_weights: expected [T, k] float32":
         lambda x: cute_moe.combine(x, ints(3, 2), ints(3, 2), ints(2), ints(3, 2)),
-    "out: expected [3, 4] torch.float32":
+    "out: expected [T, H] float32 as packed":
         lambda x: cute_moe.combine(x, *[ints(3, 2)] * 2, ints(2), x.new_empty(3, 2), out=x),
 }  # fmt: skip
 

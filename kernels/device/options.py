@@ -1,11 +1,15 @@
 """Checks of plain values, whose errors name the argument; standard library only, for specs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
-def check_int(name: str, value: object, low: int, high: int) -> None:
-    """Raise TypeError unless `value` is an int (a bool is none), ValueError unless low..high."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def check_int(name: str, value: Any, low: int, high: int, kinds: tuple[type, ...] = (int,)) -> None:
+    """Raise TypeError unless `value` is of `kinds` (a bool is no int), ValueError unless low..high.
+
+    More kinds than int are for values that stand for one, as in traced code.
+    """
+    if isinstance(value, bool) or not isinstance(value, kinds):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if not low <= value <= high:
         raise ValueError(f"{name}: expected {low}..{high}, got {value}")

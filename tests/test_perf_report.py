@@ -1,4 +1,4 @@
-"""README tables, plots and the comparison of two runs, made from results files alone."""
+"""README tables and plots, made from results files alone."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench
-import compare
 import plot
 import protocol
 import pytest
@@ -144,35 +143,6 @@ def test_logarithmic_plot() -> None:
     assert {dot.get("fill") for dot in root.iter(f"{SVG}circle")} == {plot.colour_of("cute_moe")}
     with pytest.raises(ValueError, match="expected rows to draw"):
         plot.draw("dispatch", [])
-
-
-def test_compare(tmp_path, capsys) -> None:
-    write(tmp_path, "moe", example_rows())
-    (tmp_path / "a.json").write_text((tmp_path / "moe.json").read_text(encoding="utf-8"))
-    changed = [replace(r, of_floor=1.3) if r.of_floor else r for r in example_rows()]
-    write(tmp_path, "b", changed)
-    same, other = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    assert compare.main([same, same]) == 0
-    assert "+0.00%" in capsys.readouterr().out
-    assert compare.main([same, other]) == 1
-    assert "+4.00%" in capsys.readouterr().out
-    assert compare.main([same, other, "--limit", "0.05"]) == 0
-    write(tmp_path, "host", host_rows())
-    assert compare.main([same, str(tmp_path / "host.json")]) == 2
-
-
-def test_compare_counts_rows_without_a_partner(tmp_path, capsys) -> None:
-    rows = example_rows()
-    few = [row for row in rows if row.contestant != "floor" and row.cache != "warm"]
-    assert compare.alone(rows, few) == "2 (cute_moe 1, floor 1)"
-    assert compare.alone(rows[:1], rows) == "0"
-    write(tmp_path, "all", rows)
-    write(tmp_path, "few", rows[:2])
-    full, few = [str(tmp_path / name) for name in ("all.json", "few.json")]
-    assert compare.main([full, few]) == 0
-    out = capsys.readouterr().out.replace("\n", "")
-    assert f"rows only in {full}: 3 (cute_moe 2, empty 1)" in out
-    assert f"rows only in {few}: 0" in out and "ratio to floor" in out
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -61,7 +61,7 @@ def zero_dropped(out: cute.Tensor, rows: cute.Tensor, items: Int32, spec: cutlas
 
 @dataclass(frozen=True)
 class Ring:
-    """Stages of shared memory that bulk copies fill and empty; one thread calls everything.
+    """Stages of shared memory that bulk copies fill and empty; one thread issues all of them.
 
     A row is moved in pieces of equal size, a piece in a stage. All stages are filled in one burst,
     then stored to all their rows, then filled again: reads and writes that mix cost DRAM time.

@@ -35,7 +35,7 @@ def follow_kernel_ahead():
 
     All kernels here are launched while the one ahead may still run. Every thread calls this
     before it touches memory that another kernel writes or reads, so that launches in a row
-    overlap in nothing but their start.
+    overlap in nothing but their start; only the ring of the sort is filled once before it.
     """
     cute.arch.griddepcontrol_wait()
     cute.arch.griddepcontrol_launch_dependents()

@@ -11,7 +11,7 @@ FOLDERS = ("cute_moe", "host", "kernels", "perf", "tests")
 DOCS = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 PATH = re.compile(r"[\w*.-]+(/[\w*.-]+)*(\.(py|md|sh|json|svg|toml)|/)")
 NAME = re.compile(r"([a-z]\w*_\w*)(\(.*\))?")
-MADE = ("FILE.json", "A.json", "B.json", "build/")  # by the commands that the documents show
+MADE = ("FILE.json", "build/")  # by the commands that the documents show
 
 
 def read(name: str) -> str:

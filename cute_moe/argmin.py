@@ -11,7 +11,7 @@ from cute_moe.host.check import Contract, TensorRule, check_apart, check_tensor,
 from cute_moe.host.device import device_facts
 from cute_moe.host.launch import KernelCache, build_from
 from cute_moe.kernels.argmin.spec import COMBINE, Plan, plan
-from cute_moe.kernels.device.options import check_bool
+from cute_moe.kernels.device.options import check_bool, type_name
 from cute_moe.ops import register
 
 _INPUT = Contract(
@@ -75,7 +75,7 @@ def _call(
     if out is not None:
         check_tensor("out", out)
     if isinstance(dim, bool) or not (dim is None or isinstance(dim, int)):
-        raise TypeError(f"dim: expected an int or None, got {type(dim).__name__}")
+        raise TypeError(f"dim: expected an int or None, got {type_name(dim)}")
     check_bool("keepdim", keepdim)
     if out is None:
         return _OPS[int(largest)](x, dim, keepdim)

@@ -20,6 +20,7 @@ import torch
 from cute_moe import dispatch_ops as ops
 from cute_moe import dispatch_reference as reference
 from cute_moe.host.check import check_tensor
+from cute_moe.kernels.device.options import check_bool
 
 
 def dispatch(
@@ -60,6 +61,7 @@ def dispatch(
         _check_matrix("out", out)
         if num_rows is not None and num_rows != out.shape[0]:
             raise ValueError(f"out: expected {num_rows} rows as num_rows says, got {out.shape[0]}")
+    check_bool("validate", validate)
     if validate:
         ops.PAIRS.check((expert_idx, slot_idx, expert_offsets))
         _validate_pairs(expert_idx, slot_idx, expert_offsets, out.shape[0])
@@ -84,6 +86,7 @@ def moe_dispatch_indices(
     """
     _check_matrix("topk_ids", topk_ids)
     ops.check_experts(num_experts)
+    check_bool("validate", validate)
     if validate:
         _validate_ids(topk_ids, num_experts)
     return ops.indices(topk_ids, num_experts)
@@ -113,6 +116,7 @@ def moe_permute(
         out = hidden.new_empty(topk_ids.shape[0] * topk_ids.shape[1], hidden.shape[1])
     else:
         _check_matrix("out", out)
+    check_bool("validate", validate)
     if validate:
         _validate_ids(topk_ids, num_experts)
     return (out, *ops.permute(hidden, topk_ids, num_experts, out))
@@ -148,6 +152,7 @@ def combine(
         out = packed.new_empty(expert_idx.shape[0], packed.shape[1])
     else:
         _check_matrix("out", out)
+    check_bool("validate", validate)
     if validate:
         ops.TOPK_PAIRS.check((expert_idx, slot_idx, expert_offsets, topk_weights))
         _validate_pairs(expert_idx, slot_idx, expert_offsets, packed.shape[0])

@@ -80,9 +80,9 @@ def _deinterleave(w: torch.Tensor) -> torch.Tensor:
 
 
 def _swap_row_groups(w: torch.Tensor, groups: tuple[int, int]) -> torch.Tensor:
-    e, rows, k = w.shape
-    swapped = w.view(torch.uint8).view(e, *groups, 8, k).transpose(1, 2).contiguous()
-    return swapped.view(e, rows, k).view(w.dtype)
+    rows = w.detach().contiguous().view(torch.uint8)  # bytes: not every dtype can be copied
+    swapped = rows.unflatten(1, (*groups, 8)).transpose(1, 2).contiguous()
+    return swapped.view(rows.shape).view(w.dtype)
 
 
 def mono_moe(
@@ -155,10 +155,10 @@ def mono_moe(
         return _launch(kernel, inputs, out, scratchpad)
     if out is None:
         out = torch.empty_like(activations_in)
-    if tokens:
+    if tokens and out.device.type != "meta":
         weights = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
         compute = reference.moe_block_fp8 if activations == "fp8" else reference.moe_fp32
-        with torch.no_grad():
+        with torch.inference_mode():  # as the kernel does, it may write an inference tensor
             routing = (top_k, scoring_func, renormalize)
             out.copy_(compute(*inputs[:2], weights, *inputs[3:], *routing))
     return out

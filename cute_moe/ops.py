@@ -23,10 +23,14 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     _LIBRARY.define(schema, tags=_TAGS)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     aliases = [argument.alias_info for argument in operator._schema.arguments]
+    names = [argument.name for argument in operator._schema.arguments]
     written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
     @torch.no_grad()
     def call(*arguments: Any) -> Any:
+        if written and not torch.is_inference_mode_enabled():
+            for i in written:
+                _check_counted(names[i], arguments[i])
         result = run(*arguments)
         if written:  # Nothing else counts a kernel's write as one.
             increment_version([arguments[i] for i in written])
@@ -36,3 +40,12 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
         _LIBRARY.impl(name, call, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return operator
+
+
+def _check_counted(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor whose changes autograd cannot count where it would."""
+    if tensor.is_inference():
+        raise ValueError(
+            f"{name}: expected a tensor from outside of torch.inference_mode(), as the call is; "
+            "got an inference tensor"
+        )

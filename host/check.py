@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from cute_moe.kernels.device.options import type_name
+
 TORCH_ALIGN = 64  # bytes, of any memory that torch allocates
 
 
@@ -264,7 +266,7 @@ def check_tensor(name: str, value: object) -> None:
     For what must be known before a contract is checked; it needs no addresses.
     """
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(value)}")
     if value.layout != torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
 
@@ -280,7 +282,7 @@ def check_apart(out: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of the first byte of a tensor and behind its last one."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.device.type == "meta":
         return 0, 0
     start = tensor.data_ptr()
     if tensor.is_contiguous():

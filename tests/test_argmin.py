@@ -91,6 +91,18 @@ def test_bad_arguments(ours, theirs, error, name, arguments) -> None:
         assert (out == 7).all()
 
 
+@both
+def test_inference_tensor_as_out_outside_of_inference_mode(ours, theirs) -> None:
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        out = torch.full((3,), -1)
+        assert torch.equal(ours(x, 1, out=out), theirs(x, 1))
+        out.fill_(-1)
+    with pytest.raises(ValueError, match="^out: expected .* got an inference tensor"):
+        ours(x, 1, out=out)
+    assert (out == -1).all()
+
+
 def compiled_function(ours):
     """A function of (x, out) that uses `ours` in three ways, compiled without graph breaks."""
 

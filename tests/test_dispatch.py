@@ -133,6 +133,20 @@ def test_validate_names_the_first_offender() -> None:
         cute_moe.combine(x, ids, slots, offsets, torch.ones(3, 1), validate=True)
 
 
+@pytest.mark.parametrize("validate", [1, 0, None, "no"])
+def test_validate_is_a_bool(validate) -> None:
+    x, expert, slot, offsets = pairs()
+    ids, weights = expert[:, None], torch.ones(5, 1)
+    for call in (
+        lambda: cute_moe.dispatch(x, expert, slot, offsets, validate=validate),
+        lambda: cute_moe.moe_dispatch_indices(ids, 3, validate=validate),
+        lambda: cute_moe.moe_permute(x, ids, 3, validate=validate),
+        lambda: cute_moe.combine(x, ids, slot[:, None], offsets, weights, validate=validate),
+    ):
+        with pytest.raises(TypeError, match="^validate: expected a bool, got "):
+            call()
+
+
 def rejected(text: str, call, out: Guarded, error: type[Exception] = ValueError) -> None:
     with pytest.raises(error, match=re.escape(text)):
         call()

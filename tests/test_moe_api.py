@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from moe_cases import E, K, N
@@ -160,6 +161,109 @@ def test_later_calls_launch_or_fail_as_the_kernel_does(arguments, monkeypatch) -
 def test_no_gradient(arguments) -> None:
     x = arguments["activations_in"].clone().requires_grad_()
     assert not cute_moe.mono_moe(**{**arguments, "activations_in": x}).requires_grad
+
+
+@pytest.fixture(scope="module")
+def random_weights() -> tuple[torch.Tensor, ...]:
+    """e4m3 weights of random bits, as (up, its scales, down, its scales)."""
+
+    def draw(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        bits = torch.randint(0, 120, (E, rows, columns), dtype=torch.uint8)
+        return bits.view(torch.float8_e4m3fn), torch.full((E, rows // 128, columns // 128), 1e-4)
+
+    return *draw(2 * N, K), *draw(K, N)
+
+
+@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+def test_cpu_gives_the_same_bits_in_every_batch_and_mode(random_weights, activations) -> None:
+    x, logits = torch.randn(3, K).bfloat16(), torch.randn(3, E)
+    logits[2] = logits[0]
+
+    def run(rows: slice) -> torch.Tensor:
+        return cute_moe.mono_moe(x[rows], logits[rows], *random_weights, 4, activations=activations)
+
+    whole = run(slice(None))
+    assert torch.equal(torch.cat([run(slice(row, row + 1)) for row in range(3)]), whole)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(run(slice(None)), whole)
+
+
+def test_scratchpads_of_the_cpu_are_aligned(arguments) -> None:
+    pads = [cute_moe.alloc_scratchpad("cpu") for _ in range(8)]
+    for pad in pads:
+        assert pad.numel() == cute_moe.get_scratchpad_size_bytes()
+        cute_moe.mono_moe(**arguments, scratchpad=pad)
+
+
+def test_misaligned_logits_say_what_to_do(arguments) -> None:
+    fused = torch.randn(1, E + 1).bfloat16()
+    one = {**arguments, "activations_in": arguments["activations_in"][:1]}
+    logits = fused[:, 1:]
+    assert logits.is_contiguous()
+    text = (
+        r"^router_logits: .*16-byte aligned.* address 2 bytes past .*; its \.clone\(\) is aligned$"
+    )
+    with pytest.raises(ValueError, match=text):
+        cute_moe.mono_moe(**{**one, "router_logits": logits})
+    cute_moe.mono_moe(**{**one, "router_logits": logits.clone()})
+
+
+def test_meta_tensors_give_the_shape(arguments) -> None:
+    tensors = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+    out = torch.empty(2, K, dtype=torch.bfloat16, device="meta")
+    assert cute_moe.mono_moe(**tensors, out=out) is out
+    got = cute_moe.mono_moe(**tensors)
+    assert got.shape == (2, K) and got.is_meta and got.dtype == torch.bfloat16
+
+
+def test_inference_tensors(arguments) -> None:
+    with torch.inference_mode():
+        out = torch.full((2, K), torch.nan, dtype=torch.bfloat16)
+        x = arguments["activations_in"].clone()
+    assert not cute_moe.mono_moe(**{**arguments, "activations_in": x}, out=out).any()
+    assert not cute_moe.mono_moe(**{**arguments, "activations_in": x}).is_inference()
+
+
+def test_out_must_not_be_a_weight(arguments) -> None:
+    weights = arguments["expert_weights_down"]
+    out = weights.view(torch.bfloat16).flatten()[-2 * K :].view(2, K)
+    with pytest.raises(ValueError, match="^out: .* overlap with expert_weights_down$"):
+        cute_moe.mono_moe(**arguments, out=out)
+    assert not weights.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize(
+    "name, value, came",
+    [
+        ("top_k", np.int64(8), "numpy.int64"),
+        ("renormalize", np.bool_(True), r"numpy.bool_?"),
+        ("router_logits", np.zeros((2, E)), "numpy.ndarray"),
+        ("programmatic", 0, "int"),
+        ("interleave_up", None, "NoneType"),
+    ],
+)
+def test_types_are_named_with_their_module(arguments, name, value, came) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: expected .*, got {came}$"):
+        cute_moe.mono_moe(**{**arguments, name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_interleave_takes_any_dtype_and_strides(dtype) -> None:
+    w = torch.randn(2, 32, 8).to(dtype)
+    order = [r + half * 16 + group * 8 for group in range(2) for half in range(2) for r in range(8)]
+    want = w.view(torch.uint8)[:, order].view(dtype)
+    strided = torch.stack([w, w], dim=2).flatten(1, 2)[:, ::2]
+    turned = w.transpose(1, 2).contiguous().transpose(1, 2)
+    wanted = want.float()
+    for given in (w, strided, turned):
+        got = cute_moe.interleave_for_tma_wgmma_up(given)
+        assert got.dtype == dtype and got.is_contiguous() and torch.equal(got.float(), wanted)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        grown = w.clone().requires_grad_()
+        got = cute_moe.interleave_for_tma_wgmma_up(grown)
+        assert torch.equal(got, want) and not got.requires_grad
+    assert cute_moe.interleave_for_tma_wgmma_up(w[:0]).shape == (0, 32, 8)
 
 
 def test_interleave() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -33,12 +34,18 @@ _VALUES = (torch.bfloat16, torch.float16, torch.float32, torch.float64,
            torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
 
 
-_ROWS = {"strides": "rows", "align": 1}
-_ANY = {"dtypes": sized_dtypes(1, 2, 4, 8), "words": "any dtype of 1, 2, 4 or 8 bytes"}
 _LIMITS = {
     "T": (0, MAX_SIZE), "R": (0, MAX_SIZE), "H": (1, MAX_SIZE), "k": (0, MAX_SIZE),
     "E+1": (2, MAX_SIZE),
 }  # fmt: skip
+
+
+def _rows(name: str, rows: str, values: tuple[torch.dtype, ...] | None = None) -> TensorRule:
+    """A matrix [rows, H] whose rows may be strided, of `values` or any dtype that is moved."""
+    if values is not None:
+        return TensorRule(name, values, (rows, "H"), align=1, strides="rows")
+    words = "any dtype of 1, 2, 4 or 8 bytes"
+    return TensorRule(name, sized_dtypes(1, 2, 4, 8), (rows, "H"), 1, "rows", words)
 
 
 def _indices(name: str, *shape: int | str) -> TensorRule:
@@ -59,19 +66,19 @@ _TOPK_PAIRS = (
 )
 PAIRS, TOPK_PAIRS = _contract(*_PAIRS), _contract(*_TOPK_PAIRS)
 _DISPATCH = _contract(
-    TensorRule("token_hidden", shape=("T", "H"), **_ANY, **_ROWS),
+    _rows("token_hidden", "T"),
     *_PAIRS,
     TensorRule("out", "token_hidden", ("R", "H"), align=1),
 )
 _TOPK_IDS = _contract(_indices("topk_ids", "T", "k"))
 _PERMUTE = _contract(
-    TensorRule("hidden", shape=("T", "H"), **_ANY, **_ROWS),
+    _rows("hidden", "T"),
     _indices("topk_ids", "T", "k"),
     TensorRule("out", "hidden", ("T*k", "H"), align=1),
     k=(0, MAX_CHUNK_ITEMS),
 )
 _COMBINE = _contract(
-    TensorRule("packed", _VALUES, ("R", "H"), **_ROWS),
+    _rows("packed", "R", _VALUES),
     *_TOPK_PAIRS,
     TensorRule("out", "packed", ("T", "H"), align=1),
 )
@@ -169,8 +176,9 @@ def _vector(out: torch.Tensor, source: torch.Tensor) -> int:
     return vector_bytes(out.data_ptr(), out.shape[1] * size, source.data_ptr(), stride)
 
 
-def _name(tensor: torch.Tensor) -> str:
-    return dtype_name(tensor.dtype)
+def _check_apart(contract: Contract, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Raise ValueError where `out`, the last tensor of the contract, overlaps one before it."""
+    check_apart(out, {rule.name: x for rule, x in zip(contract.rules, inputs, strict=False)})
 
 
 def _run_dispatch(
@@ -183,16 +191,17 @@ def _run_dispatch(
     device, tokens = token_hidden.device, token_hidden.shape[0]
     pairs = (expert_idx, slot_idx, expert_offsets)
     _check_dispatch(token_hidden, *pairs, out)
-    names = ("token_hidden", "expert_idx", "slot_idx", "expert_offsets")
-    check_apart(out, dict(zip(names, (token_hidden, *pairs), strict=True)))
+    _check_apart(_DISPATCH, (token_hidden, *pairs), out)
     if device.type != "cuda":
         out.copy_(reference.dispatch(token_hidden, *pairs, out.shape[0]))
     elif tokens == 0:
         reference.as_bytes(out).zero_()
     elif out.numel():
-        spec = DispatchSpec(_vector(out, token_hidden), *map(_name, pairs))
+        expert, slot, offset = (dtype_name(tensor.dtype) for tensor in pairs)
+        spec = DispatchSpec(_vector(out, token_hidden), expert, slot, offset)
         source, target = map(reference.as_bytes, (token_hidden, out))
-        plan = plan_dispatch(spec, tokens, *target.shape, device_facts(device.index).sm_count)
+        rows, row_bytes = target.shape
+        plan = plan_dispatch(spec, tokens, rows, row_bytes, device_facts(device.index).sm_count)
         _KERNELS.launch(spec, device, source, pairs, target, (plan.lanes, plan.rows, plan.extra))
 
 
@@ -209,7 +218,7 @@ def _run_permute(
     hidden: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _check_permute(hidden, topk_ids, num_experts, out)
-    check_apart(out, {"hidden": hidden, "topk_ids": topk_ids})
+    _check_apart(_PERMUTE, (hidden, topk_ids), out)
     if hidden.device.type != "cuda":
         slots, offsets, row_token = reference.dispatch_indices(topk_ids, num_experts)
         out.copy_(reference.permute(hidden, row_token))
@@ -231,9 +240,9 @@ def _sort(
     if tokens * k == 0:
         offsets.zero_()
         return slots, offsets, row_token
-    ids, id_dtype = topk_ids.view(-1), _name(topk_ids)
+    ids, id_dtype = topk_ids.view(-1), dtype_name(topk_ids.dtype)
     vector, row_bytes, rows = 0, 0, None
-    if hidden is not None:
+    if hidden is not None and out is not None:
         vector, rows = _vector(out, hidden), tuple(map(reference.as_bytes, (hidden, out)))
         row_bytes = rows[1].shape[1]
     sm_count = device_facts(device.index).sm_count
@@ -260,14 +269,15 @@ def _run_combine(
 ) -> None:
     device, pairs = packed.device, (expert_idx, slot_idx, expert_offsets)
     _check_combine(packed, *pairs, topk_weights, out)
-    names = ("packed", "expert_idx", "slot_idx", "expert_offsets", "topk_weights")
-    check_apart(out, dict(zip(names, (packed, *pairs, topk_weights), strict=True)))
+    _check_apart(_COMBINE, (packed, *pairs, topk_weights), out)
     if device.type != "cuda":
         out.copy_(reference.combine(packed, *pairs, topk_weights))
     elif packed.shape[0] == 0 or expert_idx.shape[1] == 0:
         reference.as_bytes(out).zero_()
     elif out.numel():
-        spec = CombineSpec(_vector(out, packed), *map(_name, (packed, topk_weights, *pairs)))
+        expert, slot, offset = (dtype_name(tensor.dtype) for tensor in pairs)
+        value, weight = dtype_name(packed.dtype), dtype_name(topk_weights.dtype)
+        spec = CombineSpec(_vector(out, packed), value, weight, expert, slot, offset)
         row_bytes = out.shape[1] * out.element_size()
         plan = plan_combine(spec, out.shape[0], row_bytes, device_facts(device.index).sm_count)
         sizes = (plan.lanes, plan.rows, plan.extra)
@@ -278,8 +288,9 @@ def _fake_indices(
     topk_ids: torch.Tensor, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     check_ids(topk_ids, num_experts, fake=True)
-    sizes = (topk_ids.shape, (num_experts + 1,), (topk_ids.numel(),))
-    return tuple(topk_ids.new_empty(size, dtype=torch.int32) for size in sizes)
+    slots = topk_ids.new_empty(topk_ids.shape, dtype=torch.int32)
+    offsets = slots.new_empty(num_experts + 1)
+    return slots, offsets, slots.new_empty(topk_ids.numel())
 
 
 def _fake_permute(

@@ -145,7 +145,7 @@ def mono_moe(
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         failure = error
     # These two name the wrong argument, if there is one.
-    named = dict(zip(_OPTIONS, options, strict=True))
+    named: dict[str, Any] = dict(zip(_OPTIONS, options, strict=True))
     MoeSpec(**named)
     tokens = _check_tensors(inputs, out, scratchpad)
     if failure:
@@ -159,8 +159,8 @@ def mono_moe(
         weights = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
         compute = reference.moe_block_fp8 if activations == "fp8" else reference.moe_fp32
         with torch.inference_mode():  # as the kernel does, it may write an inference tensor
-            routing = (top_k, scoring_func, renormalize)
-            out.copy_(compute(*inputs[:2], weights, *inputs[3:], *routing))
+            tensors = (*inputs[:2], weights, *inputs[3:])
+            out.copy_(compute(*tensors, top_k, scoring_func, renormalize))
     return out
 
 

@@ -8,6 +8,7 @@ import torch
 
 from cute_moe.kernels.device.options import type_name
 
+QuickCheck = Callable[[Sequence[torch.Tensor], torch.device], dict[str, int] | None]
 TORCH_ALIGN = 64  # bytes, of any memory that torch allocates
 
 
@@ -77,6 +78,7 @@ class Contract:
 
     rules: Sequence[TensorRule]
     sizes: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    _quick: QuickCheck = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.rules:
@@ -166,7 +168,7 @@ class Contract:
 
 def _compile_quick_check(
     rules: Sequence[TensorRule], sizes: Mapping[str, tuple[int, int | None]]
-) -> Callable[[Sequence[torch.Tensor], torch.device], dict[str, int] | None]:
+) -> QuickCheck:
     """A function that returns the symbol values, or None for "look again with the slow check".
 
     It is generated, one straight expression for all rules: a loop over rules and sizes costs as
@@ -191,7 +193,7 @@ def _compile_quick_check(
     scope: dict[str, Any] = {"strided": torch.strided}
     scope |= {f"d{i}": frozenset(rule.dtypes) for i, rule in enumerate(rules)}
     exec("\n".join(lines), scope)
-    quick: Callable[[Sequence[torch.Tensor], torch.device], dict[str, int] | None] = scope["quick"]
+    quick: QuickCheck = scope["quick"]
     return quick
 
 

@@ -40,7 +40,7 @@ def compile_key(spec: Any, options: str = DEFAULT_OPTIONS, arch: str = DEFAULT_A
     Raises TypeError unless `spec` is an instance of a frozen dataclass whose repr is its value.
     """
     kind = type(spec)
-    if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):
+    if not (is_dataclass(kind) and getattr(kind, "__dataclass_params__").frozen):  # noqa: B009
         raise TypeError(f"spec: expected an instance of a frozen dataclass, got {spec!r}")
     text = repr(spec)
     if " at 0x" in text:

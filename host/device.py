@@ -53,7 +53,7 @@ def device_facts(index: int) -> DeviceFacts:
         name=found.name,
         capability=(found.major, found.minor),
         sm_count=found.multi_processor_count,
-        smem_optin_bytes=found.shared_memory_per_block_optin,
+        smem_optin_bytes=found.shared_memory_per_block_optin,  # type: ignore[attr-defined]
         l2_bytes=found.L2_cache_size,
         driver=_driver_text(),
     )

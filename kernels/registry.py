@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,4 @@ def _dispatch() -> list[Kernel]:
 
 
 def _each(specs: dict[str, Any], build: Callable[[Any, str], Any]) -> list[Kernel]:
-    return [
-        (name, spec, lambda options, spec=spec: build(spec, options))
-        for name, spec in specs.items()
-    ]
+    return [(name, spec, functools.partial(build, spec)) for name, spec in specs.items()]

@@ -10,7 +10,7 @@ def type_name(value: object) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
 
-def check_int(name: str, value: Any, low: int, high: int, kinds: tuple[type, ...] = (int,)) -> None:
+def check_int(name: str, value: Any, low: int, high: int, kinds: tuple[Any, ...] = (int,)) -> None:
     """Raise TypeError unless `value` is of `kinds` (a bool is no int), ValueError unless low..high.
 
     More kinds than int are for values that stand for one, as in traced code.

@@ -144,7 +144,7 @@ class MoeSpec:
         """32-bit words (two bf16) of one parity of the h buffer."""
         return PAIRS * self.intermediate // 2
 
-    def first_unit(self, cta):
+    def first_unit(self, cta: int) -> int:
         """First up unit of a CTA (int or run-time value); the others follow `grid` apart.
 
         Backwards, so that CTAs with one column block less are the first to get a unit more.

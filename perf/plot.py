@@ -1,179 +1,163 @@
-"""Roofline-style plots as SVG, from results files alone: µs of a launch against the bytes it moves.
-
-Written by hand, so that the same results give the same file on every machine.
-"""
+"""Plots of the benchmarks as SVG, from results files alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING
 
-from protocol import BASES, Row, base_of
+from contest import OURS
+from figures import INK, svg
+from protocol import Row, base_of
 
-WIDTH, HEIGHT = 760, 460
-LEFT, RIGHT, TOP, BOTTOM = 64, 190, 44, 52
-MOST_OF_BASE = 4.0  # slower contestants would flatten all others: the legend names them instead
-COLOURS = {
-    "floor": "#333333",
-    "cute_moe": "#0072b2",
-    "cute_moe_bf16": "#56b4e9",
-    "cute_moe_programmatic": "#0b3d91",
-    "flashinfer": "#d55e00",
-    "vllm_triton": "#009e73",
-    "sglang_triton": "#cc79a7",
-    "torch": "#b8860b",
-    "torch_compile": "#6a3d9a",
-    "copy": "#777777",
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MOST_OF_BASE = 4.0  # slower contestants would flatten all curves: a remark names them instead
+WIDTH = 8.6  # inches
+# Colours that people with any kind of colour vision tell apart (Okabe and Ito), and shapes.
+STYLES = {
+    "cute_moe": ("#0072b2", "o"),
+    "cute_moe_bf16": ("#56b4e9", "s"),
+    "cute_moe_programmatic": ("#009e73", "D"),
+    "flashinfer": ("#d55e00", "^"),
+    "vllm_triton": ("#e69f00", "v"),
+    "sglang_triton": ("#cc79a7", "P"),
+    "torch": ("#d55e00", "X"),
+    "torch_compile": ("#e69f00", "P"),
+    "torch_select": ("#cc79a7", "v"),
+    "torch_amin": ("#cc79a7", "^"),
 }
-OTHER_COLOUR = "#8c564b"
-Point = tuple[float, float, str]  # MB, µs, label
+Side = tuple[tuple[int, int], str, str]  # offset in points, horizontal and vertical alignment
+ABOVE: Side = ((0, 8), "center", "bottom")
+LEFT: Side = ((-8, 0), "right", "center")
+RIGHT: Side = ((8, 0), "left", "center")
+OTHER_STYLE = ("#777777", "*")
+BASE_LINE = {"color": INK, "linestyle": (0, (5, 2)), "linewidth": 1.4}
 
 
-@dataclass(frozen=True)
-class Axis:
-    """A range of values on `start`..`end` pixels, linear or logarithmic, with round ticks."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool
-
-    def place(self, value: float) -> float:
-        """The pixel of a value."""
-        scale = math.log if self.log else float
-        low, high = scale(self.low), scale(self.high)
-        return self.start + (scale(value) - low) / (high - low) * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """Values to label: 1, 2, 5 of every decade, or about six equal steps from zero."""
-        if self.log:
-            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            values = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
-            inside = [value for value in values if self.low <= value <= self.high]
-            return inside if len(inside) <= 9 else [v for v in inside if f"{v:e}"[0] == "1"]
-        raw = (self.high - self.low) / 6
-        unit = 10.0 ** math.floor(math.log10(raw))
-        step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw)
-        return [step * i for i in range(1, int(self.high / step) + 1)]
+def style(name: str) -> dict[str, object]:
+    """Colour and marker of a contestant."""
+    colour, marker = STYLES.get(name, OTHER_STYLE)
+    return {"color": colour, "marker": marker, "markersize": 5.5 + (name == OURS)}
 
 
-def axis(values: Iterable[float], start: float, end: float, log: bool) -> Axis:
-    """An axis with a little room around `values`; a linear one starts at zero."""
-    found = list(values)
-    if log:
-        return Axis(min(found) / 1.4, max(found) * 1.4, start, end, log)
-    return Axis(0.0, max(found) * 1.06, start, end, log)
+def digits(value: float) -> str:
+    """A positive number with at least three digits."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-def series_of(rows: Sequence[Row]) -> tuple[dict[str, list[Point]], list[str]]:
-    """Points of each contestant by bytes, and remarks on those that are too slow to draw."""
-    found: dict[str, list[Point]] = {}
-    ratios: dict[str, list[float]] = {}
-    for row in sorted(rows, key=lambda row: row.bytes):
-        label = f"{row.tokens}" if row.tokens else ""
-        found.setdefault(row.contestant, []).append((row.bytes / 1e6, row.us, label))
-        ratios.setdefault(row.contestant, []).append(row.of_floor or 1.0)
-    slow = {n: r for n, r in ratios.items() if min(r) > MOST_OF_BASE}
-    base = base_of(found)
-    remarks = [f"{n}: {min(r):.0f} to {max(r):.0f} x {base}" for n, r in sorted(slow.items())]
-    order = [*COLOURS, *sorted(set(found) - set(COLOURS))]
-    return {name: found[name] for name in order if name in found and name not in slow}, remarks
+def by_contestant(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each contestant, those with a style first and in that order."""
+    names = [*STYLES, *sorted({row.contestant for row in rows} - set(STYLES))]
+    found = {name: [row for row in rows if row.contestant == name] for name in names}
+    return {name: members for name, members in found.items() if members}
 
 
-def scatter(title: str, rows: Sequence[Row], log: bool) -> str:
-    """An SVG of rows; on logarithmic axes, where rows are of many kinds, only BASES are lines.
-
-    Raises ValueError when there are no rows.
-    """
-    series, remarks = series_of(rows)
-    points = [point for line in series.values() for point in line]
-    if not points:
-        raise ValueError(f"{title}: expected rows to draw, got none")
-    x = axis((p[0] for p in points), LEFT, WIDTH - RIGHT, log)
-    y = axis((p[1] for p in points), HEIGHT - BOTTOM, TOP, log)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12" fill="#222222">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 24, title, "start", ' font-size="15"'),
-        *_grid(x, y),
+def remarks(series: Mapping[str, Sequence[Row]], base: str) -> list[str]:
+    """What is said of the contestants that are too slow to draw."""
+    ratios = {n: [row.of_floor or 1.0 for row in members] for n, members in series.items()}
+    return [
+        f"{name}: {min(found):.0f} to {max(found):.0f} × {base}, not drawn"
+        for name, found in ratios.items()
+        if min(found) > MOST_OF_BASE
     ]
-    for name, line in series.items():
-        placed = [(x.place(mb), y.place(us), label) for mb, us, label in line]
-        parts += _polyline(name, placed) if name in BASES or not log else []
-        parts += _dots(name, placed) if name not in BASES else []
-    parts += _legend(list(series), remarks)
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def colour_of(name: str) -> str:
-    """The colour of a contestant."""
-    return COLOURS.get(name, OTHER_COLOUR)
+def note(axes: Axes, where: tuple[float, float], text: str, side: Side) -> None:
+    """A figure beside a point of ours."""
+    back = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.85}
+    offset, ha, va = side
+    axes.annotate(text, where, offset, textcoords="offset points", ha=ha, va=va, fontsize=7.5,
+                  color=STYLES[OURS][0], bbox=back, zorder=5)  # fmt: skip
 
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+def paint_curves(figure: Figure, title: str, rows: Sequence[Row]) -> None:
+    """Time and ratio to the base against M, each contestant a line."""
+    series = by_contestant(rows)
+    base = base_of(series)
+    said = remarks(series, base)
+    slow = {remark.partition(":")[0] for remark in said}
+    left, right = figure.subplots(1, 2)
+    for name, members in series.items():
+        members = sorted(members, key=lambda row: row.tokens)
+        tokens = [row.tokens for row in members]
+        times = [row.us for row in members]
+        ratios = [row.of_floor or math.nan for row in members]
+        if name == base:
+            left.plot(tokens, times, label=name, zorder=3, **BASE_LINE)
+        elif name not in slow:
+            left.plot(tokens, times, label=name, **style(name))
+            right.plot(tokens, ratios, **style(name))
+        if name == OURS:
+            for i, side in ((0, LEFT), (-1, RIGHT)):
+                note(left, (tokens[i], times[i]), digits(times[i]), side)
+                note(right, (tokens[i], ratios[i]), f"{ratios[i]:.2f}", side)
+    right.axhline(1.0, **BASE_LINE)
+    left.set(title="µs per launch", ylim=(0, None))
+    right.set(title=f"ratio to the {base}")
+    sizes = {row.tokens: row.bytes / 1e6 for row in rows}
+    for axes in (left, right):
+        axes.set_xticks(sorted(sizes), [f"{m}\n{sizes[m]:.0f}" for m in sorted(sizes)])
+        axes.set_xlim(min(sizes) - 1.0, max(sizes) + 1.0)
+        axes.set_xlabel("M (tokens), and MB of weights that a launch must read")
+        axes.grid(True)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
+    labels = figure.legend(loc="outside lower left", ncols=5)
+    if said:
+        labels.set_title("; ".join(said), prop={"size": 8.5})
+        labels.set_alignment("left")
 
 
-def _grid(x: Axis, y: Axis) -> list[str]:
-    parts = []
-    for value in x.ticks():
-        at = x.place(value)
-        parts.append(f'<path d="M{at:.1f} {y.end}V{y.start}" stroke="#e4e4e4"/>')
-        parts.append(_text(at, y.start + 18, f"{value:g}"))
-    for value in y.ticks():
-        at = y.place(value)
-        parts.append(f'<path d="M{x.start} {at:.1f}H{x.end}" stroke="#e4e4e4"/>')
-        parts.append(_text(x.start - 8, at + 4, f"{value:g}", "end"))
-    parts.append(f'<path d="M{x.start} {y.end}V{y.start}H{x.end}" fill="none" stroke="#222222"/>')
-    parts.append(_text((x.start + x.end) / 2, y.start + 40, "MB that a launch must move"))
-    middle = (y.start + y.end) / 2
-    turn = f' transform="rotate(-90 18 {middle:.1f})"'
-    return [*parts, _text(18, middle, "µs per launch", "middle", turn)]
+def paint_dots(figure: Figure, title: str, rows: Sequence[Row]) -> None:
+    """The ratio to the base of every contestant, a line for each case, ours with its time."""
+    series = by_contestant(rows)
+    base = base_of(series)
+    cases = {row.case: row for row in rows if row.contestant == base}
+    places = {case: -i for i, case in enumerate(cases)}
+    axes: Axes = figure.subplots()
+    axes.axvline(1.0, label=base, **BASE_LINE)
+    for name, members in series.items():
+        found = [row for row in members if row.of_floor and row.case in places]
+        if found:
+            ratios, at = [row.of_floor for row in found], [places[row.case] for row in found]
+            on_top = 4 if name == OURS else 3
+            axes.plot(ratios, at, label=name, linestyle="none", zorder=on_top, **style(name))
+        for row in found if name == OURS else ():
+            where = (row.of_floor, places[row.case])
+            note(axes, where, f"{digits(row.us)} µs", ABOVE)
+    names = [f"{case}\n{digits(row.bytes / 1e6)} MB, {row.cache}, {base} {digits(row.us)} µs"
+             for case, row in cases.items()]  # fmt: skip
+    axes.set_yticks(list(places.values()), names, fontsize=8)
+    axes.set_ylim(-len(cases) + 0.4, 0.7)
+    axes.set_xscale("log")
+    low, high = axis_range([row.of_floor for row in rows if row.of_floor])
+    axes.set_xlim(low, high)
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100) if tick < high]
+    axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(f"time / time of the {base} (logarithmic)")
+    axes.grid(True)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5)
+    figure.legend(loc="outside lower left", ncols=6)
 
 
-def _polyline(name: str, points: Sequence[Point]) -> list[str]:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
-    return [f'<polyline points="{path}" fill="none" {_stroke(name)}/>']
-
-
-def _dots(name: str, points: Sequence[Point]) -> list[str]:
-    """A dot for each point, with its label at ours."""
-    fill = f'r="4" fill="{colour_of(name)}"'
-    parts = [f'<circle cx="{x:.1f}" cy="{y:.1f}" {fill}/>' for x, y, _ in points]
-    if name == "cute_moe":
-        parts += [_text(x, y - 10, f"M={label}") for x, y, label in points if label]
-    return parts
-
-
-def _stroke(name: str) -> str:
-    dash = ' stroke-dasharray="6 4"' if name in BASES else ""
-    return f'stroke="{colour_of(name)}" stroke-width="2"{dash}'
-
-
-def _legend(names: Sequence[str], remarks: Sequence[str]) -> list[str]:
-    parts = []
-    left = WIDTH - RIGHT + 16
-    for i, name in enumerate(names):
-        y = TOP + 12 + 20 * i
-        parts.append(f'<path d="M{left} {y}H{left + 24}" {_stroke(name)}/>')
-        parts.append(_text(left + 32, y + 4, name, "start"))
-    for i, remark in enumerate(remarks):
-        y = TOP + 28 + 20 * (len(names) + i)
-        parts.append(_text(left, y, remark, "start", ' font-size="10"'))
-    return parts
+def axis_range(ratios: Sequence[float]) -> tuple[float, float]:
+    """From below the least ratio, or 1, to above the largest one."""
+    return 0.85 * min([1.0, *ratios]), 1.2 * max([1.0, *ratios])
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One file: which rows of a mode, and how they are drawn."""
+    """One file: which rows of a mode, who paints them, inches of height and for each case."""
 
     title: str
     keep: Callable[[Row], bool]
-    log: bool
+    paint: Callable[[Figure, str, Sequence[Row]], None]
+    height: float
+    height_of_case: float = 0.0
 
 
 def _in_graph(row: Row) -> bool:
@@ -182,16 +166,21 @@ def _in_graph(row: Row) -> bool:
 
 PLOTS: Mapping[str, Plot] = {
     "moe": Plot(
-        "MoE layer, uniform routing, cold weights, M = 1..8",
+        "MoE layer, one launch: uniform routing, cold weights",
         lambda row: row.cache == "cold" and row.routing == "uniform" and row.tokens is not None,
-        log=False,
+        paint_curves,
+        height=4.2,
     ),
-    "dispatch": Plot("Dispatch, sort, permute and combine", _in_graph, log=True),
-    "argmin": Plot("Argmin", _in_graph, log=True),
+    "dispatch": Plot("Dispatch, sort, permute and combine", _in_graph, paint_dots, 1.4, 0.42),
+    "argmin": Plot("Argmin and argmax", _in_graph, paint_dots, 1.4, 0.42),
 }
 
 
 def draw(mode: str, rows: Sequence[Row]) -> str:
-    """The SVG of a mode in PLOTS."""
+    """The SVG of a mode in PLOTS. Raises ValueError when it has no rows to draw."""
     plot = PLOTS[mode]
-    return scatter(plot.title, [row for row in rows if plot.keep(row)], plot.log)
+    kept = [row for row in rows if plot.keep(row)]
+    if not kept:
+        raise ValueError(f"{plot.title}: expected rows to draw, got none")
+    height = plot.height + plot.height_of_case * len({row.case for row in kept})
+    return svg(WIDTH, height, lambda figure: plot.paint(figure, plot.title, kept))

@@ -1,21 +1,25 @@
 """README tables and plots, made from results files alone."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import bench
+import figures
 import plot
 import protocol
 import pytest
 import report
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from perf_rows import MB, example_rows, make_row
 
 SVG = "{http://www.w3.org/2000/svg}"
 META = {"gpu": "G", "clocks": "1980 MHz, 3201 MHz", "driver": "5", "commit": "abc", "date": "D"}
 CONTEXT_CASES = {"empty kernel", "device copy, bytes read and written"}
-FILES = sorted((report.ROOT / "perf" / "results").rglob("*.json"))
+FILES = sorted(report.RESULTS.glob("*.json"))
 
 
 def dispatch_rows() -> list[protocol.Row]:
@@ -78,6 +82,7 @@ def project(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
+    monkeypatch.setattr(report, "TIMELINES", tmp_path / "timelines")
     write(tmp_path, "moe", example_rows())
     write(tmp_path, "dispatch", dispatch_rows())
     return tmp_path
@@ -106,43 +111,104 @@ def test_readme_without_marks(project) -> None:
 
 
 def texts(svg: str) -> list[str]:
-    return [node.text for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    return ["".join(node.itertext()) for node in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def test_plot() -> None:
-    rows = [
+def painted(mode: str, rows: list[protocol.Row]) -> list:
+    """The axes of a plot."""
+    figure = Figure()
+    plot.PLOTS[mode].paint(figure, "a title", rows)
+    return figure.axes
+
+
+def curves(axes) -> dict[str, list[tuple[float, float]]]:
+    """Points of each line by its label."""
+    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines}
+
+
+def layer_rows() -> list[protocol.Row]:
+    return [
         make_row(name, us * m, m, bytes=50_000_000 * m, of_floor=of_floor)
-        for m in (1, 2)
+        for m in (2, 1)
         for name, us, of_floor in (
-            ("torch", 300.0, 30.0 + m), ("cute_moe", 12.0, 1.2), ("floor", 10.0, None)
+            ("torch", 300.0, 30.0 + m), ("cute_moe", 12.0, 1.2), ("floor", 10.0, None),
+            ("cute_moe_programmatic", 11.0, 1.1),
         )
     ]  # fmt: skip
-    svg = plot.draw("moe", [*rows, make_row("floor", 1.0, cache="warm")])
-    assert svg == plot.draw("moe", rows)
-    root = ElementTree.fromstring(svg)
-    lines = {p.get("stroke"): p.get("points") for p in root.iter(f"{SVG}polyline")}
-    assert set(lines) == {plot.colour_of("floor"), plot.colour_of("cute_moe")}
-    ours, floor = ([[float(v) for v in point.split(",")] for point in lines[c].split()]
-                   for c in (plot.colour_of("cute_moe"), plot.colour_of("floor")))  # fmt: skip
-    assert [point[0] for point in ours] == [point[0] for point in floor]
-    assert all(a[1] < b[1] for a, b in zip(ours, floor, strict=True)), "slower is higher"
-    # A linear axis from zero: twice the time is twice as high above the axis.
-    bottom = plot.HEIGHT - plot.BOTTOM
-    assert (bottom - ours[1][1]) / (bottom - ours[0][1]) == pytest.approx(2.0, rel=0.01)
+
+
+def test_plot_of_the_layer() -> None:
+    times, ratios = painted("moe", layer_rows())
+    drawn = curves(times)
+    assert set(drawn) == {"floor", "cute_moe", "cute_moe_programmatic"}
+    assert drawn["cute_moe"] == [(1, 12.0), (2, 24.0)] and drawn["floor"] == [(1, 10.0), (2, 20.0)]
+    assert [(1, 1.2), (2, 1.2)] in curves(ratios).values()
+    assert times.get_ylim()[0] == 0.0
+    assert [label.get_text() for label in times.get_xticklabels()] == ["1\n50", "2\n100"]
+    svg = plot.draw("moe", [*layer_rows(), make_row("floor", 1.0, cache="warm")])
+    assert svg == plot.draw("moe", layer_rows()), "warm rows are not drawn, and nothing is random"
     found = texts(svg)
-    assert {"M=1", "M=2", "floor", "cute_moe", "torch: 31 to 32 x floor"} <= set(found)
-    assert "torch" not in found
+    assert {"floor", "cute_moe", "cute_moe_programmatic", "µs per launch"} <= set(found)
+    assert "torch: 31 to 32 × floor, not drawn" in found and "torch" not in found
 
 
-def test_logarithmic_plot() -> None:
+@pytest.mark.parametrize("mode", plot.PLOTS)
+def test_no_text_is_cut_off(mode, monkeypatch) -> None:
+    """Every text of the committed results' plot lies within the page."""
+    seen = []
+
+    def svg(width: float, height: float, paint) -> str:
+        def painted(figure) -> None:
+            paint(figure)
+            seen.append(figure)
+            figure.draw_without_rendering()
+            page = figure.bbox
+            for text in figure.findobj(Text):
+                box = text.get_window_extent()
+                if text.get_visible() and text.get_text() and box.width:
+                    seen.append(text.get_text())
+                    assert box.x0 >= page.x0 and box.x1 <= page.x1, text
+                    assert box.y0 >= page.y0 and box.y1 <= page.y1, text
+
+        return figures.svg(width, height, painted)
+
+    monkeypatch.setattr(plot, "svg", svg)
+    rows = report.read_rows(report.RESULTS / f"{mode}.json")
+    plot.draw(mode, rows)
+    assert {row.contestant for row in rows} - {"empty", "torch"} <= {*seen[1:], "copy"}
+
+
+def test_plot_of_cases() -> None:
+    (axes,) = painted("dispatch", dispatch_rows())
+    drawn = curves(axes)
+    assert [x for x, _ in drawn["copy"]] == [1.0, 1.0]
+    assert drawn["cute_moe"] == [(1.2, 0), (1.01, -1)] and drawn["torch"] == [(4.667, 0)]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["small\n2.10 MB, cold, copy 1.50 µs", "big\n210 MB, cold, copy 150 µs"]
+    assert axes.get_xscale() == "log"
+    low, high = axes.get_xlim()
+    assert low < 1.0 and high > 4.667
     svg = plot.draw("dispatch", dispatch_rows())
-    assert {"10", "100", "copy", "cute_moe"} <= set(texts(svg))
-    assert "torch: 5 to 5 x copy" in texts(svg)
-    root = ElementTree.fromstring(svg)
-    assert [line.get("stroke") for line in root.iter(f"{SVG}polyline")] == [plot.colour_of("copy")]
-    assert {dot.get("fill") for dot in root.iter(f"{SVG}circle")} == {plot.colour_of("cute_moe")}
+    assert {"copy", "cute_moe", "torch", "1.80 µs", "152 µs"} <= set(texts(svg))
     with pytest.raises(ValueError, match="expected rows to draw"):
         plot.draw("dispatch", [])
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.0041, "0.00410"), (1.505, "1.50"), (17.66, "17.7"), (1883.2, "1883")]
+)
+def test_digits(value, text) -> None:
+    assert plot.digits(value) == text
+
+
+def test_plots_of_two_releases_say_the_same_when_their_texts_do() -> None:
+    old = plot.draw("moe", layer_rows())
+    new = re.sub(r"Matplotlib v[\d.]+", "Matplotlib v9.1", old)
+    moved = new.replace("translate(", "translate(1")
+    assert report.same(old, old) and report.same(old, moved)
+    assert not report.same(old, moved.replace(">cute_moe<", ">cute<"))
+    assert not report.same(old, old.replace("translate(", "translate(1"))
+    assert report.same("a", "a") and not report.same("a", "b") and not report.same("a", old)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -208,4 +274,5 @@ def test_committed_results_are_complete(path) -> None:
 def test_readme_and_plots_are_what_the_results_say() -> None:
     assert FILES, "perf/results has no results"
     for path, text in report.outputs().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path}: run python perf/report.py"
+        there = path.read_text(encoding="utf-8")
+        assert report.same(there, text), f"{path}: run python perf/report.py"

@@ -1,45 +1,59 @@
 """Traces and their drawings; recording needs a GPU, so here only its wiring."""
 
 import json
+import sys
 import xml.etree.ElementTree as xml
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import stamps
 import timeline
-import timeline_svg as svg
+import timeline_plot
 import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from stamps import Trace
 
 from cute_moe.kernels.moe.spec import EVENTS
 
-ORIGIN = 1_796_000_000_000_000_000  # a time as the global timer gives it: ns since 1970
 TAG = "{http://www.w3.org/2000/svg}"
+ORIGIN = 1_796_000_000_000_000_000  # a time as the global timer gives it: ns since 1970
 
 
-def make_trace(ctas: int = 132, names=EVENTS, **changes) -> svg.Trace:
+def make_trace(ctas: int = 132, names=EVENTS, **changes) -> Trace:
     """Event i of CTA c at (1000 i + 32 (c % 7)) ns."""
     event, cta = np.arange(len(names)), np.arange(ctas)
     array = ORIGIN + 1000 * event[None, :] + 32 * (cta[:, None] % 7)
-    return svg.Trace(**{"names": tuple(names), "array": array, **changes})
+    return Trace(**{"names": tuple(names), "array": array, **changes})
 
 
 def texts(drawing: str) -> list[str]:
     return ["".join(node.itertext()) for node in xml.fromstring(drawing).iter(f"{TAG}text")]
 
 
-def paths(drawing: str, colour: str) -> list[str]:
-    nodes = xml.fromstring(drawing).iter(f"{TAG}path")
-    return [node.get("d") for node in nodes if node.get("stroke") == colour]
+def panel_of(title: str) -> timeline_plot.Panel:
+    (found,) = (panel for panel in timeline_plot.PANELS if panel.title.startswith(title))
+    return found
 
 
-def phase(panel: str, event: str) -> svg.Phase:
-    (found,) = (p for p in svg.PANELS if p.title.startswith(panel))
-    return next(p for p in found.phases if p.event == event)
+def painted(trace: Trace) -> list:
+    """The axes of all panels."""
+    figure = Figure()
+    timeline_plot.paint(figure, trace)
+    return figure.axes
+
+
+def lines_of(axes, colour: str) -> list[tuple[float, float, float]]:
+    """(row, begin, end) of the lines of a colour in a panel."""
+    (patch,) = (p for p in axes.patches if to_hex(p.get_edgecolor()) == colour)
+    points = patch.get_path().vertices.reshape(-1, 2, 2)
+    return [(row, begin, end) for (begin, row), (end, _) in points.tolist()]
 
 
 def test_times_count_from_the_earliest_event_and_zero_is_absent() -> None:
     array = np.array([[ORIGIN + 500, 0], [ORIGIN, ORIGIN + 2500]])
-    trace = svg.Trace(("start", "end"), array)
+    trace = Trace(("start", "end"), array)
     assert trace.microseconds("start").tolist() == [0.5, 0.0]
     end = trace.microseconds("end")
     assert np.isnan(end[0]) and end[1] == 2.5
@@ -64,31 +78,36 @@ def test_bad_traces_are_refused(changes, message) -> None:
         make_trace(4, **{"names": ("start", "end"), **changes})
 
 
-def test_json_and_npz_give_the_same_trace(tmp_path) -> None:
-    trace = make_trace(3, floor_us=41.5, title="M = 8")
-    (tmp_path / "a.json").write_text(timeline.to_json(trace), encoding="utf-8")
-    np.savez(tmp_path / "b.npz", names=trace.names, array=trace.array, floor_us=41.5, title="M = 8")
-    for name in ("a.json", "b.npz"):
-        got = timeline.read(tmp_path / name)
-        assert (got.names, got.floor_us, got.title) == (trace.names, 41.5, "M = 8")
-        assert (got.array == trace.array).all()
+def test_a_file_gives_the_trace_back(tmp_path) -> None:
+    trace = make_trace(3, floor_us=41.5, title="M = 8", meta={"gpu": "G"})
+    trace.array[1, 2] = 0
+    path = tmp_path / "a.json"
+    path.write_text(stamps.to_json(trace), encoding="utf-8")
+    got = stamps.read(path)
+    assert (got.names, got.floor_us, got.title) == (trace.names, 41.5, "M = 8")
+    assert got.meta == {"gpu": "G"} and got.array.max() < 1e6, "no time of day"
+    for name in EVENTS:
+        assert np.array_equal(got.microseconds(name), trace.microseconds(name), equal_nan=True)
+    assert np.isnan(got.microseconds(EVENTS[2])[1])
+    assert stamps.to_json(got) == path.read_text(encoding="utf-8")
 
 
 def test_a_file_with_names_and_array_only_is_enough(tmp_path) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps({"names": ["start"], "array": [[7]]}), encoding="utf-8")
-    got = timeline.read(path)
+    got = stamps.read(path)
     assert got.floor_us is None and got.title == "run"
     path.write_text(json.dumps({"names": ["start"]}), encoding="utf-8")
     with pytest.raises(KeyError, match="array"):
-        timeline.read(path)
-    with pytest.raises(ValueError, match=r"expected a \.npz or \.json file"):
-        timeline.read(tmp_path / "run.csv")
+        stamps.read(path)
+    path.write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"run\.json: expected a trace as JSON"):
+        stamps.read(path)
 
 
 def test_table_counts_the_ctas_of_each_event() -> None:
     array = ORIGIN + np.array([[0, 2000], [100, 4000], [300, -ORIGIN]])
-    assert timeline.table(svg.Trace(("start", "end"), array)) == (
+    assert timeline.table(Trace(("start", "end"), array)) == (
         "| event | CTAs | min µs | median µs | max µs |\n"
         "|---|---:|---:|---:|---:|\n"
         "| start | 3 | 0.00 | 0.10 | 0.30 |\n"
@@ -97,110 +116,98 @@ def test_table_counts_the_ctas_of_each_event() -> None:
 
 
 def test_table_of_an_event_that_never_happened() -> None:
-    trace = svg.Trace(("start", "end"), np.array([[ORIGIN, 0]]))
+    trace = Trace(("start", "end"), np.array([[ORIGIN, 0]]))
     assert "| end | 0 |  |  |  |\n" in timeline.table(trace)
 
 
 def test_panels_know_the_events_of_the_kernel_and_no_others() -> None:
-    assert {p.event for panel in svg.PANELS for p in panel.phases} == set(EVENTS)
+    known = {phase.event for panel in timeline_plot.PANELS for phase in panel.phases}
+    assert known == set(EVENTS)
 
 
-def test_drawing_is_deterministic_and_1000_pixels_wide() -> None:
-    trace = make_trace(floor_us=12.0)
-    drawing = svg.draw(trace)
+def test_drawing_is_the_same_every_time_and_fits_a_page() -> None:
+    drawing = timeline_plot.draw(make_trace(floor_us=12.0))
+    assert drawing == timeline_plot.draw(make_trace(floor_us=12.0))
     root = xml.fromstring(drawing)
-    assert drawing == svg.draw(make_trace(floor_us=12.0))
-    assert root.get("width") == "1000" and 0 < int(root.get("height")) < 2000
+    assert 0 < float(root.get("width").removesuffix("pt")) * 96 / 72 < 1000
     assert "nan" not in drawing and "inf" not in drawing
-    assert {panel.title for panel in svg.PANELS} <= set(texts(drawing))
+    found = texts(drawing)
+    assert {panel.title for panel in timeline_plot.PANELS} <= set(found)
+    assert any("floor, 12.0 µs" in text for text in found)
 
 
-def test_a_phase_has_a_line_for_every_cta_and_the_length_of_its_time() -> None:
+def test_a_phase_has_a_line_for_every_cta_from_its_begin_to_its_end() -> None:
     array = ORIGIN + np.array([[0, 1000, 4000], [0, 2000, 4000]])
-    drawing = svg.draw(svg.Trace(("start", "first_copy", "up_issued"), array))
-    scale = (svg.WIDTH - svg.LEFT - svg.RIGHT) / 4.0
-    for event, microseconds in (("first_copy", [1, 2]), ("up_issued", [3, 2])):
-        (path,) = paths(drawing, phase("producer", event).colour)
-        moves = [line.split("h") for line in path[1:].split("M")]
-        assert [float(length) for _, length in moves] == pytest.approx(
-            [us * scale for us in microseconds], abs=0.06
-        )
-        rows = [float(start.split()[1]) for start, _ in moves]
-        assert rows[1] - rows[0] == svg.MAX_ROW
+    producer, *_ = painted(Trace(("start", "first_copy", "up_issued"), array))
+    _, first_copy, up_issued, *_ = panel_of("producer").phases
+    assert lines_of(producer, first_copy.colour) == [(0, 0.0, 1.0), (1, 0.0, 2.0)]
+    assert lines_of(producer, up_issued.colour) == [(0, 1.0, 4.0), (1, 2.0, 4.0)]
 
 
 def test_a_phase_begins_at_the_latest_event_before_it_that_happened() -> None:
     names = ("start", "first_copy", "up_issued", "down_issued")
     array = np.array([[100, 300, 0, 900], [100, 700, 600, 900]])
-    trace = svg.Trace(names, array)
-    times = {p.event: (a, b) for p, a, b in svg.phase_times(trace, svg.PANELS[0])}
-    begins, ends = times["down_issued"]
+    times = timeline_plot.phase_times(Trace(names, array), panel_of("producer"))
+    by_event = {phase.event: (begins, ends) for phase, begins, ends in times}
+    begins, ends = by_event["down_issued"]
     assert begins.tolist() == pytest.approx([0.2, 0.6]) and ends.tolist() == [0.8, 0.8]
-    assert np.isnan(times["up_issued"][1][0])
+    assert np.isnan(by_event["up_issued"][1][0])
     # Out of order on CTA 1: it takes no time, and nothing is drawn to the left.
-    assert svg.rows_path(*times["up_issued"], svg.Scale(10.0), 0.0, 2.0) == ""
+    assert timeline_plot.rows_path(*by_event["up_issued"]) == []
 
 
-def test_events_that_did_not_happen_leave_no_trace() -> None:
+def test_consumers_wait_for_the_lists_and_not_for_the_scales() -> None:
+    """As measured at M = 8, where the scales come 2 µs after the lists."""
+    names = ("start", "x_ready", "lists", "scales", "first_tile", "up_done_0", "up_done_1")
+    array = ORIGIN + np.array([[0, 1900, 2000, 4100, 2300, 28400, 28000]])
+    for title, waits, up_from in (("consumers 0", 1.9, 2.3), ("consumers 1", 1.9, 2.0)):
+        times = timeline_plot.phase_times(Trace(names, array), panel_of(title))
+        by_event = {phase.event: (begins[0], ends[0]) for phase, begins, ends in times}
+        assert "scales" not in by_event
+        assert by_event["lists"] == pytest.approx((waits, 2.0))
+        up = by_event["up_done_0" if title.endswith("0") else "up_done_1"]
+        assert up[0] == pytest.approx(up_from)
+
+
+def test_events_that_did_not_happen_are_not_drawn() -> None:
     trace = make_trace()
-    gone = EVENTS.index("first_tile")
+    gone = EVENTS.index("up_done_0")
     array = trace.array.copy()
     array[:, gone] = 0
-    with_it, without = svg.draw(trace), svg.draw(svg.Trace(EVENTS, array))
-    assert any(text.startswith("first_tile ") for text in texts(with_it))
-    assert not any(text.startswith("first_tile ") for text in texts(without))
+    with_it, without = (
+        texts(timeline_plot.draw(trace)),
+        texts(timeline_plot.draw(Trace(EVENTS, array))),
+    )
+    count = sum(text.startswith("up → ") for text in with_it)
+    assert sum(text.startswith("up → ") for text in without) == count - 1
     array[0, gone] = trace.array[0, gone]
-    assert "nan" not in svg.draw(svg.Trace(EVENTS, array))
+    assert "nan" not in timeline_plot.draw(Trace(EVENTS, array))
 
 
-def test_the_mark_of_an_event_is_its_median_over_the_ctas_that_have_it() -> None:
+def test_the_legend_gives_the_median_over_the_ctas_that_have_the_event() -> None:
     array = ORIGIN + np.array([[0, 1000], [0, 2000], [0, 9000], [0, -ORIGIN]])
-    assert "first_copy 2.0" in texts(svg.draw(svg.Trace(("start", "first_copy"), array)))
+    found = texts(timeline_plot.draw(Trace(("start", "first_copy"), array)))
+    assert "routes its first unit → 2.0" in found
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 132, 1000])
 def test_any_number_of_ctas_fits(ctas) -> None:
-    root = xml.fromstring(svg.draw(make_trace(ctas)))
-    assert int(root.get("height")) < 4000
+    for axes in painted(make_trace(ctas)):
+        assert axes.get_ylim() == (ctas - 0.5, -0.5)
 
 
 def test_one_event_on_one_cta_is_drawn() -> None:
-    drawing = svg.draw(svg.Trace(("start",), np.array([[ORIGIN]])))
-    assert "start 0.0" in texts(drawing)
-
-
-def test_unknown_events_are_marked_in_a_panel_of_their_own() -> None:
-    drawing = svg.draw(make_trace(4, names=("start", "later & <odd>"), title="a < b & c"))
-    assert {"later & <odd> 1.0", "other events", "a < b & c"} <= set(texts(drawing))
-    assert "other events" not in texts(svg.draw(make_trace(4)))
+    trace = Trace(("start",), np.array([[ORIGIN]]), title="a < b & c")
+    assert "a < b & c" in texts(timeline_plot.draw(trace))
 
 
 def test_the_floor_line_lies_at_its_time_even_beyond_the_last_event() -> None:
     for floor in (0.5, 40.0):
-        drawing = svg.draw(make_trace(floor_us=floor))
-        (path,) = paths(drawing, svg.FLOOR_COLOUR)
-        end = max(make_trace().last, floor)
-        x = svg.LEFT + floor * (svg.WIDTH - svg.LEFT - svg.RIGHT) / end
-        assert float(path[1:].split()[0]) == pytest.approx(x, abs=0.06)
-        assert f"floor {floor:.1f} µs" in texts(drawing)
-    assert not paths(svg.draw(make_trace()), svg.FLOOR_COLOUR)
-
-
-def test_labels_on_one_line_do_not_overlap() -> None:
-    labels = [(10.0, "up_done_0 26.9"), (20.0, "b 1.0"), (60.0, "c 2.0"), (300.0, "d 3.0")]
-    levels = svg.label_levels(labels)
-    assert levels == [0, 1, 1, 0]
-    assert svg.label_levels([]) == []
-
-
-@pytest.mark.parametrize("nanoseconds, step", [(3000, 0.5), (45_000, 5), (5_000_000, None)])
-def test_axis_has_few_round_ticks(nanoseconds, step) -> None:
-    trace = svg.Trace(("start", "end"), np.array([[ORIGIN, ORIGIN + nanoseconds]]))
-    axis = svg.draw_axis(svg.Scale(800 / trace.last), trace.last, 0.0)
-    ticks = [float(node.split(">")[1].split("<")[0]) for node in axis if "middle" in node]
-    assert 3 <= len(ticks) <= svg.TICK_STEPS + 1 and ticks[0] == 0
-    if step:
-        assert ticks[1] == step
+        for axes in painted(make_trace(floor_us=floor)):
+            (line,) = (n for n in axes.lines if n.get_color() == timeline_plot.FLOOR_COLOUR)
+            assert set(line.get_xdata()) == {floor} and axes.get_xlim()[1] > floor
+    without = painted(make_trace())
+    assert not any(n.get_color() == timeline_plot.FLOOR_COLOUR for n in without[0].lines)
 
 
 def test_median_launch_ignores_what_did_not_happen() -> None:
@@ -265,10 +272,10 @@ def test_collect_refuses_wrong_results(monkeypatch, changes, message) -> None:
 
 def test_command_line_draws_files(tmp_path, capsys) -> None:
     source = tmp_path / "run.json"
-    source.write_text(timeline.to_json(make_trace(5, floor_us=9.0)), encoding="utf-8")
+    source.write_text(stamps.to_json(make_trace(5, floor_us=9.0)), encoding="utf-8")
     assert timeline.main([str(source), "--out", str(tmp_path / "new")]) == 0
     drawn = (tmp_path / "new" / "run.svg").read_text(encoding="utf-8")
-    assert drawn == svg.draw(timeline.read(source))
+    assert drawn == timeline_plot.draw(stamps.read(source))
     printed = capsys.readouterr().out
     assert "floor 9.00 µs" in printed and "| start | 5 | 0.00 |" in printed
 
@@ -278,3 +285,19 @@ def test_command_line_says_why_it_cannot_record(tmp_path, capsys, monkeypatch) -
     assert timeline.main(["--out", str(tmp_path)]) == 2
     assert "cannot record here: needs an sm_90" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_recording_is_kept_where_matplotlib_is_missing(tmp_path, capsys, monkeypatch) -> None:
+    facts = SimpleNamespace(name="G", sm_count=4, l2_bytes=1, driver="5", index=0)
+    monkeypatch.setattr(timeline.tool, "why_not_here", lambda: None)
+    monkeypatch.setattr(timeline.tool, "facts", lambda: facts)
+    monkeypatch.setattr(timeline, "make_pool", lambda copies: POOL)
+    monkeypatch.setattr(timeline, "collect", lambda pool, m: make_trace(2, title=f"M = {m}"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = ["--tokens", "3", "--out", str(tmp_path / "new"), "--commit", "abc"]
+    assert timeline.main(arguments) == 0
+    (path,) = (tmp_path / "new").iterdir()
+    got = stamps.read(path)
+    assert path.name == "timeline_m3.json" and got.title == "M = 3"
+    assert got.meta["commit"] == "abc" and got.meta["gpu"] == "G"
+    assert "timeline_m3.svg is not drawn" in capsys.readouterr().out

@@ -139,7 +139,6 @@ def moe_kernel(
             epoch = take_epoch(epochs, spec)
             others_start.arrive_and_wait()
             routed.arrive_and_wait()
-            stamp(shared.trace, "routed", spec)
             build_lists(x.shape[0], epoch, shared, spec)
             stamp(shared.trace, "lists", spec)
             load_scales(scales_down, shared, spec)

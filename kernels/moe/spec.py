@@ -19,7 +19,6 @@ MAX_CHUNKS = 16  # a full group has at least 4 pairs, so 64 pairs fill at most 1
 MAX_GRID = 256  # epoch words kept in the scratchpad
 EVENTS = (  # of a traced launch, by role; see perf/stamps.py
     "start",
-    "routed",
     "lists",
     "scales",
     "x_ready",

@@ -16,6 +16,10 @@ endif
 # The checkout's folders kernels/ and host/ must not become importable under these names.
 export PYTHONSAFEPATH := 1
 
+# One worker a core, or a single one where there is a GPU (tests/conftest.py): tests that use it run
+# one after the other, and a test that has to be killed takes its worker with it, not the run.
+WORKERS := -n auto --dist worksteal
+
 .PHONY: help demo test lint gpu-test bench clean
 
 help:
@@ -29,14 +33,14 @@ demo: $(READY)
 	$(PYTHON) -m cute_moe demo
 
 test: lint
-	$(PYTHON) -m pytest -rs tests
+	$(PYTHON) -m pytest -rs $(WORKERS) tests
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 
 gpu-test: $(READY)
-	$(PYTHON) -m pytest -rs -m gpu tests
+	$(PYTHON) -m pytest -rs $(WORKERS) -m gpu tests
 
 # The scripts of perf/ import each other from their own folder.
 bench: export PYTHONSAFEPATH :=

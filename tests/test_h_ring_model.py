@@ -1,48 +1,61 @@
 """Every interleaving of the h slots in one CTA: chunk c lies in slot c mod SLOTS, twice used.
 
 The rows of all chunks form one list, of which loader i has every LOADERS-th from i on. Loaders
-stage their rows in order, one or two at a time, and arrive on the chunks, the first row of a chunk
+stage their rows in order, one or more at a time, and arrive on the chunks, the first row of a chunk
 also for the places that the chunk leaves empty; from chunk SLOTS on they wait first for the one
 release of every slot. Two consumers take the groups in turn, one chunk each here: wait for all
 arrivals, read every row, release the slot.
+
+Slots, loaders and rows are few here. How often a slot is used, the places of a chunk, rows taken
+at a time, and what arrives at the barriers are those of a `MoeSpec`.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
+from kernel_counts import CHUNK, CONSUMERS, h_ring
 from model_checker import DONE, Process, Verdict, Violation, explore, put
 
-from cute_moe.kernels.moe.memory import LOADER_WARPS
-from cute_moe.kernels.moe.spec import GROUP, MAX_TOKENS, MoeSpec
+from cute_moe.kernels.moe import memory
+from cute_moe.kernels.moe.spec import GROUP, MAX_CHUNKS, MAX_TOKENS, MoeSpec
 
-CHUNK = 8  # rows of a chunk in the kernel
-LOADERS, SLOTS, PLACES = 2, 2, 2
-FULL = (2, 2, 2, 2)  # rows of each chunk
-# rows[slot][place]: whose chunk's row lies there; arrived[chunk]; freed[slot]: releases. The
-# barrier of a slot shows only the parity of its releases: after two, a wait for the first is stuck.
+LOADERS, SLOTS = 2, 2
+# rows[slot][place]: whose chunk's row lies there; arrived[chunk]; freed[slot]: arrivals so far.
 Shared = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The protocol; each change of a default is a way to break it."""
+    """The sizes, and the protocol: each change of a flag is a way to break it."""
 
+    uses: int  # of a slot
+    places: int
+    row_arrivals: int  # of a row, or of a place left empty
+    ready_arrivals: int  # that make a chunk ready
+    free_arrivals: int  # that free a slot
+    warps: int  # that arrive for a consumer
+    together: int  # rows that a loader takes at once, at most
     waits_for_free: bool = True
     releases_after_reading: bool = True
-    waits_for_all_arrivals: bool = True
+    waits_for_arrivals: bool = True
     reads: bool = True  # False: a CTA without down columns, whose consumers only release
 
+    def is_free(self, chunk: int, freed: tuple[int, ...]) -> bool:
+        """A wait for the first release of the chunk's slot: only the parity of releases shows."""
+        return chunk < SLOTS or freed[chunk % SLOTS] // self.free_arrivals % 2 == 1
 
-SOUND = Rules()
+
+SPEC = MoeSpec(activations="bf16")
+SOUND = Rules(**h_ring(SPEC))
+FULL = (2,) * SOUND.uses * SLOTS  # rows of each chunk
 
 
 def loader(rules: Rules, number: int, sizes: Sequence[int]) -> Process:
     """Local state: (own rows staged, end of those taken together, arrivals of them that are due).
 
-    It takes one or two rows at a time, whichever have turned up; waits for the slots of all of
-    them, stores, and arrives.
+    It takes the rows that have turned up, waits for the slots of all of them, stores, and arrives.
     """
     listed = [(c, place) for c, size in enumerate(sizes) for place in range(size)]
     own = listed[number::LOADERS]
@@ -51,17 +64,15 @@ def loader(rules: Rules, number: int, sizes: Sequence[int]) -> Process:
         rows, arrived, freed = shared
         done, end, stored = state
         if done == end:
-            for count in (1, 2):
+            for count in range(1, rules.together + 1):
                 if done + count <= len(own):
                     yield shared, (done, done + count, False)
         elif stored:
             for c, place in own[done:end]:
-                arrivals = 1 + (PLACES - sizes[c] if place == 0 else 0)
-                arrived = put(arrived, c, arrived[c] + arrivals)
+                places = 1 + (rules.places - sizes[c] if place == 0 else 0)
+                arrived = put(arrived, c, arrived[c] + places * rules.row_arrivals)
             yield (rows, arrived, freed), (end, end, False) if end < len(own) else DONE
-        elif not rules.waits_for_free or all(
-            c < SLOTS or freed[c % SLOTS] == 1 for c, _ in own[done:end]
-        ):
+        elif not rules.waits_for_free or all(rules.is_free(c, freed) for c, _ in own[done:end]):
             for c, place in own[done:end]:
                 rows = put(rows, c % SLOTS, put(rows[c % SLOTS], place, c))
             yield (rows, arrived, freed), (done, end, True)
@@ -74,21 +85,20 @@ def consumer(rules: Rules, half: int, sizes: Sequence[int]) -> Process:
     chunks = len(sizes)
 
     def advance(chunk: int) -> object:
-        return (chunk + 2, 0, False) if chunk + 2 < chunks else DONE
+        return (chunk + CONSUMERS, 0, False) if chunk + CONSUMERS < chunks else DONE
 
     def step(shared: Shared, state: tuple) -> Iterable[tuple[Shared, object]]:
         rows, arrived, freed = shared
         chunk, read, released = state
         slot = chunk % SLOTS
+        after = rows, arrived, put(freed, slot, freed[slot] + rules.warps)
         if not rules.reads:
-            yield (rows, arrived, put(freed, slot, freed[slot] + 1)), advance(chunk)
+            yield after, advance(chunk)
             return
-        needed = PLACES if rules.waits_for_all_arrivals else 1
-        if arrived[chunk] < needed:
+        if rules.waits_for_arrivals and arrived[chunk] // rules.ready_arrivals % 2 == 0:
             return
         size = sizes[chunk]
         if not released and (read == size or not rules.releases_after_reading):
-            after = rows, arrived, put(freed, slot, freed[slot] + 1)
             yield after, advance(chunk) if read == size else (chunk, read, True)
         elif read < size:
             if rows[slot][read] != chunk:
@@ -100,9 +110,9 @@ def consumer(rules: Rules, half: int, sizes: Sequence[int]) -> Process:
 
 
 def check(rules: Rules, sizes: Sequence[int] = FULL) -> Verdict:
-    start = (((-1,) * PLACES,) * SLOTS, (0,) * len(sizes), (0,) * SLOTS)
+    start = (((-1,) * rules.places,) * SLOTS, (0,) * len(sizes), (0,) * SLOTS)
     processes = [loader(rules, i, sizes) for i in range(LOADERS)]
-    processes += [consumer(rules, half, sizes) for half in range(2)]
+    processes += [consumer(rules, half, sizes) for half in range(CONSUMERS)]
     return explore([start], processes)
 
 
@@ -112,17 +122,43 @@ def test_every_row_is_read_before_its_slot_is_used_again(sizes) -> None:
     assert verdict.proven, verdict
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        Rules(waits_for_free=False),
-        Rules(releases_after_reading=False),
-        Rules(waits_for_all_arrivals=False),
-    ],
-)
-def test_broken_rule_is_caught(rules) -> None:
-    verdict = check(rules)
-    assert verdict.unsafe and "read a row" in verdict.unsafe, verdict
+def test_slots_for_all_chunks_are_used_once() -> None:
+    """With FP8 activations nobody waits for a free slot, and nobody has to."""
+    spec = MoeSpec()
+    assert spec.h_slots == MAX_CHUNKS
+    once = replace(Rules(**h_ring(spec)), waits_for_free=False)
+    verdict = check(once, FULL[: SLOTS * once.uses])
+    assert verdict.proven, verdict
+
+
+BROKEN = {
+    "stores unasked": (replace(SOUND, waits_for_free=False), "read a row"),
+    "early release": (replace(SOUND, releases_after_reading=False), "read a row"),
+    "reads unasked": (replace(SOUND, waits_for_arrivals=False), "read a row"),
+    "one row makes it ready": (replace(SOUND, ready_arrivals=SOUND.row_arrivals), "read a row"),
+    "ready before all rows are": (
+        replace(SOUND, ready_arrivals=SOUND.ready_arrivals - SOUND.row_arrivals),
+        "read a row",
+    ),
+    "more places than there are": (replace(SOUND, places=SOUND.places - 1), "stuck"),
+    "no release is whole": (replace(SOUND, free_arrivals=2 * SOUND.warps), "stuck"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rule_is_caught(name) -> None:
+    broken, fault = BROKEN[name]
+    verdict = check(broken)
+    if fault == "stuck":
+        assert verdict.stuck, verdict
+    else:
+        assert verdict.unsafe and fault in verdict.unsafe, verdict
+
+
+def test_a_count_of_the_kernel_is_a_count_of_the_model(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "LOADER_WARPS", memory.LOADER_WARPS + 1)
+    verdict = check(Rules(**h_ring(SPEC)))
+    assert verdict.stuck, verdict
 
 
 def test_releases_that_nobody_waited_for_are_caught() -> None:
@@ -130,12 +166,13 @@ def test_releases_that_nobody_waited_for_are_caught() -> None:
 
     So in a CTA without down columns nobody loads h.
     """
-    verdict = check(Rules(reads=False))
+    verdict = check(replace(SOUND, reads=False))
     assert verdict.stuck, verdict
 
 
 def test_a_third_use_of_a_slot_is_caught() -> None:
     """One release is waited for, so a slot must not be used more than twice."""
+    assert SOUND.uses == 2
     verdict = check(SOUND, (2,) * 3 * SLOTS)
     assert verdict.unsafe, verdict
 
@@ -151,7 +188,7 @@ def test_in_the_kernel_no_group_waits_for_rows_behind_it() -> None:
     is free: the group that frees it must end in front of row i. Here for all sizes of three groups
     in a row; nine rows touch no more, since all groups but the last have at least GROUP rows.
     """
-    slots = MoeSpec(activations="bf16").h_slots
+    slots = SPEC.h_slots
     most = GROUP * MAX_TOKENS
     furthest = 0
     for groups in (1, 2, 3):
@@ -160,7 +197,7 @@ def test_in_the_kernel_no_group_waits_for_rows_behind_it() -> None:
             for size in sizes:
                 first = rows[-1] + 1 if rows else 0
                 rows += [first + i // CHUNK for i in range(size)]
-            apart = (b - a for a, b in zip(rows, rows[LOADER_WARPS:], strict=False))
+            apart = (b - a for a, b in zip(rows, rows[memory.LOADER_WARPS :], strict=False))
             furthest = max(furthest, *apart, 0)
     chunks_of_a_group = most // CHUNK
     assert furthest == 3 and furthest + chunks_of_a_group - 1 < slots

@@ -1,13 +1,15 @@
 """Every interleaving of the h hand-over: data words that are their own ready flags.
 
-Shared memory is h[2][WORDS] and a table of epoch words, all zeroed once. A CTA reads the epoch
-word of its index; the parity p of that chooses the buffer. Then it does, in any order: store its
-words of h[p] (never zero), clear its share of h[1 - p], poll words of h[p] until they are not zero
-and use them, store the next epoch to every epoch word that it owns. With a grid of G, CTA c owns
-c, c + G, c + 2G, ... A launch begins when all of the one before is done and visible.
+Shared memory is h[BUFFERS][WORDS] and a table of epoch words, all zeroed once. A CTA reads the
+epoch word of its index; the parity p of that chooses the buffer. Then it does, in any order: store
+its words of h[p] (never zero), clear its share of h[1 - p], poll words of h[p] until they are not
+zero and use them, store the next epoch to every epoch word that it owns. With a grid of G, CTA c
+owns c, c + G, c + 2G, ... A launch begins when all of the one before is done and visible.
 
-The model keeps of a word only whether it is empty, of this launch or older, so that few states
-stand for any number of launches: each check covers every sequence of its launch kinds.
+Words and CTAs are few here; how many buffers there are, and whether epoch words are left over by
+every grid, comes from `MoeSpec`. The model keeps of a word only whether it is empty, of this launch
+or older, so that few states stand for any number of launches: each check covers every sequence of
+its launch kinds.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +17,22 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
+from kernel_counts import handover
 from model_checker import DONE, Process, Verdict, Violation, explore, explore_launches, put
 
+from cute_moe.kernels.moe.spec import MAX_GRID, MoeSpec
+
+GRIDS = (1, 2, 3)
 WORDS = 2  # Per buffer.
-EPOCHS = 4  # More than any grid here, so that some words have no CTA of their own.
+COUNTS = handover(MoeSpec())
+BUFFERS = COUNTS["buffers"]
+# Where the kernel has a word without a CTA, so has the model.
+EPOCHS = max(GRIDS) + min(COUNTS["spare_epochs"], 1)
 EMPTY, STALE, FRESH = 0, 1, 2  # FRESH + n: stored by launch n of those that run together.
 
-Buffers = tuple[tuple[int, ...], tuple[int, ...]]
+Buffers = tuple[tuple[int, ...], ...]
 Shared = tuple[Buffers, tuple[int, ...]]  # h, and the parities of the epoch words.
-ZEROED: Shared = (((EMPTY,) * WORDS,) * 2, (0,) * EPOCHS)
+ZEROED: Shared = (((EMPTY,) * WORDS,) * BUFFERS, (0,) * EPOCHS)
 
 
 @dataclass(frozen=True)
@@ -157,8 +166,14 @@ def any_launches(rules: Rules, launches: Sequence[Launch]) -> Verdict:
     return explore_launches([ZEROED], [launch_from(rules, kind) for kind in launches], age)
 
 
+def test_no_grid_outgrows_its_epoch_words() -> None:
+    assert handover(MoeSpec(grid=MAX_GRID))["spare_epochs"] >= 0
+    with pytest.raises(ValueError, match="^grid: expected"):
+        MoeSpec(grid=MAX_GRID + 1)
+
+
 SAME_GRID = [Launch(2), Launch(2, active=(1,)), Launch(2, active=())]
-ALL_KINDS = [Launch(grid, active) for grid, active in product((1, 2, 3), [(0, 1), (0,), ()])]
+ALL_KINDS = [Launch(grid, active) for grid, active in product(GRIDS, [(0, 1), (0,), ()])]
 
 
 def test_same_grid() -> None:

@@ -25,7 +25,7 @@ WORKERS := -n auto --dist worksteal
 help:
 	@echo "make demo      one MoE layer in one launch (CPU reference without a Hopper GPU)"
 	@echo "make test      lint, CPU tests and compile checks; GPU tests too where there is an sm_90"
-	@echo "make lint      ruff only"
+	@echo "make lint      ruff and mypy"
 	@echo "make gpu-test  the GPU tests only"
 	@echo "make bench     all measurements of perf/ (needs an sm_90 GPU)"
 
@@ -35,9 +35,13 @@ demo: $(READY)
 test: lint
 	$(PYTHON) -m pytest -rs $(WORKERS) tests
 
+# mypy sees the three folders as the one package that they are installed as.
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	rm -rf build/typing && mkdir -p build/typing/cute_moe
+	ln -s "$$PWD"/cute_moe/* "$$PWD"/host "$$PWD"/kernels build/typing/cute_moe/
+	$(PYTHON) -m mypy -p cute_moe
 
 gpu-test: $(READY)
 	$(PYTHON) -m pytest -rs $(WORKERS) -m gpu tests

@@ -170,6 +170,20 @@ def test_real_launch_and_graph(cuda: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_real_launch_from_another_device() -> None:
+    cache, devices = KernelCache(build_tiny), [torch.device("cuda", index) for index in (0, 1)]
+    for current in devices:
+        for device in (*devices, *devices):
+            x = torch.arange(64, dtype=torch.int32, device=device)
+            out = torch.zeros_like(x)
+            with torch.cuda.device(current):
+                cache.launch(SPEC, device, x, out, 1)
+                assert torch.cuda.current_device() == current.index
+            assert torch.equal(out, x * 3 + 1)
+
+
+@pytest.mark.gpu
 def test_real_launch_uses_the_current_stream(cuda: torch.device) -> None:
     function = KernelCache(build_tiny).get(SPEC, cuda)
     x = torch.zeros(64, dtype=torch.int32, device=cuda)

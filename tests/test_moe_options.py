@@ -94,6 +94,21 @@ def test_bf16_activations_with_other_formats(cuda, weights, pad) -> None:
         assert relative_error(out, want) <= WORST_BF16
 
 
+def test_inference_tensors_and_gradients_give_the_same_bits(cuda, weights, pad) -> None:
+    x, logits = make_inputs(4, "random", cuda)
+    want = run(x, logits, weights, 8, pad)
+    with torch.inference_mode():
+        out, frozen = torch.full_like(x, float("nan")), (x.clone(), logits.clone())
+        assert torch.equal(run(*frozen, weights, 8, pad), want)
+    cute_moe.mono_moe(*frozen, *weights.quantised, 8, out=out, scratchpad=pad)
+    assert torch.equal(out, want)
+    grown = (x.clone().requires_grad_(), logits.clone().requires_grad_())
+    got = cute_moe.mono_moe(*grown, *weights.quantised, 8, scratchpad=pad)
+    assert torch.equal(got, want) and not got.requires_grad
+    with torch.autocast("cuda", torch.float16):
+        assert torch.equal(run(x, logits, weights, 8, pad), want)
+
+
 def test_bf16_activations_repeat_and_do_not_depend_on_the_batch(cuda, weights, pad) -> None:
     x, logits = make_inputs(8, "skewed", cuda)
     whole = run(x, logits, weights, 8, pad, activations="bf16")

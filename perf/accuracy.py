@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+import protocol
 import tool
 import torch
 from cases import ROUTINGS, make_inputs, make_weights
@@ -19,8 +20,8 @@ import cute_moe
 from cute_moe import reference
 
 TOKENS, TOP_KS = (1, 2, 5, 8), (1, 2, 8)
-BOUND = 1.5e-2  # of the tests, which take few draws
-MAX_ERROR = 0.05  # what no flip of quantised values explains
+BOUND = protocol.MAX_ERROR  # of the tests, which take few draws
+MAX_ERROR = 0.05  # far beyond what flips of quantised values do
 
 
 def work(args: argparse.Namespace) -> int:

@@ -31,7 +31,6 @@ from cute_moe.timing import capture
 BURST = 16  # calls between two waits for the GPU: a launch queue holds about a thousand
 BURSTS = 3000  # some seconds: the clock of a shared host has slower and faster ones
 STARTS = 2  # new processes for each kind of first call; quick: 1
-MAX_ERROR = 1.5e-2
 COLD_JIT, WARM_START, MONO_MOE = TARGETS_US
 
 
@@ -68,7 +67,7 @@ def first_call() -> dict[str, object]:
     torch.cuda.synchronize()
     after = time.perf_counter()
     error = reference.relative_error(out, reference.moe_block_fp8(*inputs, p.TOP_K))
-    check = p.OK if error <= MAX_ERROR else f"wrong, error {error:.3g}"
+    check = p.OK if error <= p.MAX_ERROR else f"wrong, error {error:.3g}"
     return {"call": (after - before) * 1e6, "import": (imported - started) * 1e6, "check": check}
 
 
@@ -136,8 +135,8 @@ def call_results(options: Options, bursts: int) -> list[tuple[str, str, Result]]
         return cute_moe.mono_moe(*tensors, p.TOP_K, out=out, scratchpad=pad)
 
     calls = {
-        ("cute_moe", MONO_MOE): (ours, MAX_ERROR),
-        ("cute_moe", "call of MoELayer"): (lambda: layer(x, logits), MAX_ERROR),
+        ("cute_moe", MONO_MOE): (ours, p.MAX_ERROR),
+        ("cute_moe", "call of MoELayer"): (lambda: layer(x, logits), p.MAX_ERROR),
     }
     for name, peer in find_peers(options, [tuple(weights)]).items():
         if peer.baseline:
@@ -159,7 +158,7 @@ def call_results(options: Options, bursts: int) -> list[tuple[str, str, Result]]
         found.append((*key, Result(times[key], check)))
     out.fill_(torch.nan)
     (replays,) = call_times({"graph": graph.replay}, bursts // p.LAUNCHES).values()
-    check = p.OK if reference.relative_error(out, want) <= MAX_ERROR else "wrong"
+    check = p.OK if reference.relative_error(out, want) <= p.MAX_ERROR else "wrong"
     case = f"a launch of a replayed graph of {p.LAUNCHES}"
     return [*found, ("cute_moe", case, Result([us / p.LAUNCHES for us in replays], check))]
 

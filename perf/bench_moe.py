@@ -29,8 +29,6 @@ from cute_moe import reference
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import alloc_scratchpad, mono_moe
 
-MAX_ERROR = 1.5e-2  # relative Frobenius error against the block-FP8 reference
-MAX_ERROR_BF16 = 1e-2  # the same against the fp32 layer, with bf16 activations
 BASELINE_TOKENS = (1, 2, 4, 8)
 QUICK_TOKENS, QUICK_ROUTINGS = (1, 8), ("uniform",)
 COPY_BYTES = 1_500_000_000
@@ -139,7 +137,7 @@ def ourselves(pool: Pool, **options: object) -> Peer:
         return mono_moe(*inputs, top_k=p.TOP_K, out=out, scratchpad=pool.scratchpad, **options)
 
     unquantised = options.get("activations") == "bf16"
-    return Peer(call, pool.copies, MAX_ERROR_BF16 if unquantised else MAX_ERROR, unquantised)
+    return Peer(call, pool.copies, p.MAX_ERROR_BF16 if unquantised else p.MAX_ERROR, unquantised)
 
 
 def floor_contestant(pool: Pool, lists: Sequence[Sequence[int]], copies: int) -> Contestant:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 
+import protocol
 import tool
 import torch
 from cases import make_inputs, make_weights
@@ -18,8 +19,7 @@ import cute_moe
 from cute_moe import reference
 
 LAUNCHES = 3  # at each M: both parities of h, and the first of them again
-TOP_K = 8
-MAX_ERROR = {"fp8": 1.5e-2, "bf16": 1e-2}  # relative, against the reference of each
+MAX_ERROR = {"fp8": protocol.MAX_ERROR, "bf16": protocol.MAX_ERROR_BF16}
 REFERENCES = {"fp8": reference.moe_block_fp8, "bf16": reference.moe_fp32}
 
 
@@ -31,7 +31,7 @@ def work(args: argparse.Namespace) -> int:
     pad = cute_moe.alloc_scratchpad(device)
     failed = 0
     for tokens, kind in product(args.tokens, args.activations):
-        inputs = (*make_inputs(tokens, "random", device), *weights, TOP_K)
+        inputs = (*make_inputs(tokens, "random", device), *weights, protocol.TOP_K)
         for _ in range(LAUNCHES):
             got = cute_moe.mono_moe(*inputs, scratchpad=pad, activations=kind)
         error = reference.relative_error(got, REFERENCES[kind](*inputs))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 
+import protocol
 import tool
 import torch
 from cases import Weights, make_inputs, make_weights
@@ -20,7 +21,6 @@ import cute_moe
 from cute_moe import reference
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 
-TOP_K = 8
 MAX_ERROR = 0.075  # against fp32 from the dequantised weights
 
 
@@ -30,7 +30,7 @@ def differing(tokens: int, weights: Weights, replays: int, **options: object) ->
     Raises RuntimeError when that launch is wrong.
     """
     device = weights.quantised[0].device
-    inputs = (*make_inputs(tokens, "random", device), *weights.quantised, TOP_K)
+    inputs = (*make_inputs(tokens, "random", device), *weights.quantised, protocol.TOP_K)
     pad = cute_moe.alloc_scratchpad(device)
     out = torch.empty_like(inputs[0])
     cute_moe.mono_moe(*inputs, out=out, scratchpad=pad, **options)

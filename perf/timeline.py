@@ -16,7 +16,7 @@ import numpy as np
 import protocol
 import tool
 import torch
-from bench_moe import MAX_ERROR, Pool, floor_contestant, make_case, make_pool
+from bench_moe import Pool, floor_contestant, make_case, make_pool
 from contest import take_turns
 from stamps import Trace, read, record, to_json
 from timeline_plot import draw
@@ -50,8 +50,8 @@ def collect(pool: Pool, tokens: int) -> Trace:
     ]
     names, stamps = record(calls, MoeSpec(top_k=protocol.TOP_K, grid=pool.grid))
     error = max(relative_error(out, want) for out, want in zip(outs, case.want, strict=True))
-    if not error <= MAX_ERROR:
-        raise RuntimeError(f"the traced kernel is wrong: error {error:.3g}, at most {MAX_ERROR}")
+    if not error <= protocol.MAX_ERROR:
+        raise RuntimeError(f"the traced kernel is wrong: error {error:.3g}")
     launch = median_launch(stamps.numpy())
     lists = [case.lists[launch]] * len(calls)
     probe = floor_contestant(pool, lists, case.copies)

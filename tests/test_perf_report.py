@@ -12,8 +12,6 @@ import plot
 import protocol
 import pytest
 import report
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from perf_rows import MB, example_rows, make_row
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -116,6 +114,8 @@ def texts(svg: str) -> list[str]:
 
 def painted(mode: str, rows: list[protocol.Row]) -> list:
     """The axes of a plot."""
+    from matplotlib.figure import Figure
+
     figure = Figure()
     plot.PLOTS[mode].paint(figure, "a title", rows)
     return figure.axes
@@ -155,6 +155,8 @@ def test_plot_of_the_layer() -> None:
 @pytest.mark.parametrize("mode", plot.PLOTS)
 def test_no_text_is_cut_off(mode, monkeypatch) -> None:
     """Every text of the committed results' plot lies within the page."""
+    from matplotlib.text import Text
+
     seen = []
 
     def svg(width: float, height: float, paint) -> str:

@@ -11,8 +11,6 @@ import stamps
 import timeline
 import timeline_plot
 import torch
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from stamps import Trace
 
 from cute_moe.kernels.moe.spec import EVENTS
@@ -39,6 +37,8 @@ def panel_of(title: str) -> timeline_plot.Panel:
 
 def painted(trace: Trace) -> list:
     """The axes of all panels."""
+    from matplotlib.figure import Figure
+
     figure = Figure()
     timeline_plot.paint(figure, trace)
     return figure.axes
@@ -46,6 +46,8 @@ def painted(trace: Trace) -> list:
 
 def lines_of(axes, colour: str) -> list[tuple[float, float, float]]:
     """(row, begin, end) of the lines of a colour in a panel."""
+    from matplotlib.colors import to_hex
+
     (patch,) = (p for p in axes.patches if to_hex(p.get_edgecolor()) == colour)
     points = patch.get_path().vertices.reshape(-1, 2, 2)
     return [(row, begin, end) for (begin, row), (end, _) in points.tolist()]

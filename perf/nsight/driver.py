@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import protocol
 import tool
-from bench_moe import MAX_ERROR, Pool, make_pool
+from bench_moe import Pool, make_pool
 
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import mono_moe
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     pool = make_pool(args.copies)
     errors = {m: run(pool, m, args.launches, args.replays) for m in args.tokens}
     for tokens, error in errors.items():
-        print(f"M = {tokens}: error {error:.4f}, at most {MAX_ERROR}")
-    return 0 if all(error <= MAX_ERROR for error in errors.values()) else 1
+        print(f"M = {tokens}: error {error:.4f}, at most {protocol.MAX_ERROR}")
+    return 0 if all(error <= protocol.MAX_ERROR for error in errors.values()) else 1
 
 
 if __name__ == "__main__":

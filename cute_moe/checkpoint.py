@@ -10,30 +10,40 @@ The router is `gate.weight`. Weights are e4m3, scales (which multiply) fp32 or b
 128 x 128 block.
 """
 
-import json
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from safetensors import SafetensorError, safe_open
 
+from cute_moe.checkpoint_config import ModelConfig
+from cute_moe.checkpoint_files import CheckpointError, CheckpointReader, Shape, describe
 from cute_moe.reference import BLOCK, E4M3
 
 LAYER_PREFIXES = ("model.language_model.layers.{}.mlp", "model.layers.{}.mlp")
-INDEX_NAME = "model.safetensors.index.json"
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
 ROUTER_DTYPES = (torch.bfloat16, torch.float32)
 
 PACKED_NAMES = ("gate_up_proj", "down_proj")
-
-Shape = tuple[int, ...]
+SHARED_EXPERT_OPTIONS = ("refuse", "ignore")
+SHARED_EXPERT = re.compile(r"shared_experts?(_gate)?\.")
+# Tensors beside `mlp` that belong to an MoE layer all the same.
+BESIDE_MLP = re.compile(r"block_sparse_moe\.|shared_|residual_mlp\.|.*e_score_correction_bias$")
+# Why a tensor that this reader does not know matters: the first pattern that its name matches.
+REASONS = (
+    (r"e_score_correction_bias$", "a routing with a bias per expert"),
+    (r"weight_scale$", "scales that are not weight_scale_inv, one per 128 x 128 block"),
+    (r"input_scale$|activation_scale$", "activations with a scale of the checkpoint"),
+    (r"\.bias$", "a bias"),
+    (r"shared_experts?(_gate)?\.|shared_", "a shared expert"),
+    (r"", "this part of an MoE layer"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,119 +61,70 @@ class LayerTensors:
     router_weight: torch.Tensor | None = None
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read: the text names the tensor and what was expected."""
-
-
-class CheckpointReader:
-    """Tensors of a checkpoint directory by name; a context manager that keeps shards mapped."""
-
-    def __init__(self, directory: str | Path) -> None:
-        """Reads the index; raises CheckpointError when there is neither an index nor a file."""
-        self.directory = Path(directory)
-        self._open_files = ExitStack()
-        self._files: dict[Path, Any] = {}
-        self._place = self._find_tensors()
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.clear()
-        self._open_files.close()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._place)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._place
-
-    def get(
-        self, name: str, dtypes: tuple[torch.dtype, ...], shape: Shape | None = None
-    ) -> torch.Tensor:
-        """The tensor on the CPU, mapped from its file and not read yet.
-
-        Raises CheckpointError when it is missing, or when its dtype or shape is another one.
-        """
-        expected = _describe(dtypes, shape)
-        if name not in self._place:
-            raise CheckpointError(f"{name}: not in {self.directory}; expected {expected}")
-        path = self._place[name]
-        try:
-            tensor = self._file(path).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{name}: cannot be read from {path}: {error}") from error
-        if tensor.dtype not in dtypes or shape not in (None, tuple(tensor.shape)):
-            got = _describe((tensor.dtype,), tuple(tensor.shape))
-            raise CheckpointError(f"{name}: expected {expected}, got {got}, in {path}")
-        return tensor
-
-    def _find_tensors(self) -> dict[str, Path]:
-        """Tensor name -> file, from the index or else from the headers of the files."""
-        index = self.directory / INDEX_NAME
-        if index.is_file():
-            weight_map = _read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise CheckpointError(f"{index}: expected an object under weight_map")
-            return {name: self.directory / file for name, file in weight_map.items()}
-        files = sorted(self.directory.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(
-                f"{self.directory}: expected {INDEX_NAME} or a .safetensors file, found neither"
-            )
-        return {name: path for path in files for name in self._file(path).keys()}  # noqa: SIM118
-
-    def _file(self, path: Path) -> Any:
-        if path not in self._files:
-            if not path.is_file():
-                raise CheckpointError(f"{path}: named by {INDEX_NAME}, but there is no such file")
-            try:
-                opened = safe_open(path, framework="pt", device="cpu")
-            except SafetensorError as error:
-                raise CheckpointError(f"{path}: not a safetensors file: {error}") from error
-            self._files[path] = self._open_files.enter_context(opened)
-        return self._files[path]
-
-
 def load_layer(
     directory: str | Path,
     layer: int,
-    device: torch.device | str | None = None,
+    device: torch.device | str | int | None = None,
     progress: bool = True,
+    shared_expert: str = "refuse",
 ) -> LayerTensors:
     """Reads layer `layer` to `device` (None: the CPU), with a progress bar on a terminal.
 
     Every weight goes from the file into its place in the result; there is no second copy of the
-    layer at any time. Raises CheckpointError.
+    layer at any time. A layer with anything that `LayerTensors` does not hold and that changes its
+    result is refused, its shared expert too unless `shared_expert` is "ignore". Raises
+    CheckpointError for the checkpoint, TypeError or ValueError for the other arguments.
     """
-    config = read_config(directory)
-    _check_block_size(config)
+    layer = layer_index(layer)
+    if shared_expert not in SHARED_EXPERT_OPTIONS:
+        raise ValueError(f"shared_expert: expected 'refuse' or 'ignore', got {shared_expert!r}")
+    target = usable_device("cpu" if device is None else device)
+    config = ModelConfig.read(directory)
+    config.check_experts()
     with CheckpointReader(directory) as reader:
         prefix = _find_layer(reader, layer)
         packed = any(f"{prefix}.experts.{name}" in reader for name in PACKED_NAMES)
-        source = (_Packed if packed else _PerExpert)(reader, prefix, _expert_count(config))
+        layout = _Packed if packed else _PerExpert
+        _check_names(reader.names, prefix, layout.names)
+        if shared_expert == "refuse":
+            _check_shared_expert(reader.names, prefix, config)
+        source = layout(reader, prefix, config.num_experts())
         with _progress_bar(f"layer {layer}", source.nbytes, progress) as advance:
-            return source.read(torch.device(device or "cpu"), advance)
+            return source.read(target, advance)
 
 
-def read_config(directory: str | Path) -> dict[str, Any]:
-    """`config.json` with the fields of its `text_config` on top; {} where there is no such file."""
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        return {}
-    config = _read_json(path)
-    return {**config, **(config.get("text_config") or {})}
+def usable_device(device: torch.device | str | int) -> torch.device:
+    """`device` as torch can use it here; an int is the index of a GPU.
+
+    Raises TypeError for what names no device, ValueError for one that is not there.
+    """
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"device: expected a torch.device, str or int, got {type(device).__name__}")
+    try:
+        if isinstance(device, int):
+            device = f"cuda:{device}"
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError) as error:  # torch's words for the absence of CUDA
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device: expected one that torch can use here, got {str(device)!r}: {reason}"
+        ) from error
 
 
 class _Experts:
     """The experts of one layer in one of the layouts: sizes first, then the tensors."""
 
-    def __init__(self, reader: CheckpointReader, prefix: str, stated_experts: int) -> None:
+    names: re.Pattern[str]  # of its tensors, after the prefix
+
+    def __init__(self, reader: CheckpointReader, prefix: str, stated: int | None) -> None:
         self.reader, self.prefix = reader, prefix
-        self.stated_experts = stated_experts  # by config.json; 0 when it does not say
-        self.num_experts, self.n, self.k = self.find_sizes()
+        found, self.n, self.k = self.find_sizes()
+        # A count from the tensors alone would not notice that the last experts are missing.
+        self.num_experts = found if stated is None else stated
+        if found > self.num_experts:
+            raise CheckpointError(
+                f"{prefix}.experts: expected {stated} experts, as config.json says; got {found}"
+            )
         for name, size in (("intermediate", self.n), ("hidden", self.k)):
             if size == 0 or size % BLOCK:
                 raise CheckpointError(
@@ -173,7 +134,7 @@ class _Experts:
         self.scale_dtype = self.find_scale_dtype()
 
     def find_sizes(self) -> Shape:
-        """(E, N, K)."""
+        """(E, N, K), E by the tensors."""
         raise NotImplementedError
 
     def find_scale_dtype(self) -> torch.dtype:
@@ -217,6 +178,8 @@ class _Experts:
 
 
 class _PerExpert(_Experts):
+    names = re.compile(r"experts\.\d+\.(gate|up|down)_proj\.weight(_scale_inv)?$")
+
     def _weight(self, expert: int, name: str, shape: Shape | None = None) -> torch.Tensor:
         return self.reader.get(f"{self.prefix}.experts.{expert}.{name}.weight", (E4M3,), shape)
 
@@ -232,8 +195,7 @@ class _PerExpert(_Experts):
                 f"{self.prefix}.experts.0.gate_proj.weight: expected [N, K], got "
                 f"{list(first.shape)}"
             )
-        # A count from the names alone would not notice that the last experts are missing.
-        return self.stated_experts or max(found) + 1, *first.shape
+        return max(found) + 1, *first.shape
 
     def find_scale_dtype(self) -> torch.dtype:
         return self.reader.get(self._scale_name(0, "gate_proj"), SCALE_DTYPES).dtype
@@ -253,6 +215,8 @@ class _PerExpert(_Experts):
 
 
 class _Packed(_Experts):
+    names = re.compile(r"experts\.(gate_up|down)_proj(_scale_inv)?$")
+
     def _tensors(self, name: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         full = f"{self.prefix}.experts.{name}"
         return self.reader.get(full, (E4M3,), shape), self.reader.get(
@@ -265,12 +229,12 @@ class _Packed(_Experts):
         if first.dtype != E4M3:
             raise CheckpointError(
                 f"{name}: expected block-FP8 weights (float8_e4m3fn with {name}_scale_inv), got "
-                f"{_describe((first.dtype,), tuple(first.shape))}: this is an unquantised "
+                f"{describe((first.dtype,), tuple(first.shape))}: this is an unquantised "
                 "checkpoint, take the FP8 release of the model"
             )
         if first.dim() != 3 or first.shape[1] % 2:
             raise CheckpointError(f"{name}: expected [E, 2N, K], got {list(first.shape)}")
-        return self.stated_experts or first.shape[0], first.shape[1] // 2, first.shape[2]
+        return first.shape[0], first.shape[1] // 2, first.shape[2]
 
     def find_scale_dtype(self) -> torch.dtype:
         name = f"{self.prefix}.experts.gate_up_proj_scale_inv"
@@ -285,41 +249,75 @@ class _Packed(_Experts):
             yield expert, 0, weights[expert], scales[expert]
 
 
+def layer_index(layer: int) -> int:
+    """`layer` as an int. Raises ValueError for what is no whole number >= 0."""
+    try:
+        index = -1 if isinstance(layer, bool) else operator.index(layer)
+    except TypeError:
+        index = -1
+    if index < 0:
+        raise ValueError(f"layer: expected an int >= 0, got {layer!r}")
+    return index
+
+
 def _find_layer(reader: CheckpointReader, layer: int) -> str:
     """The prefix under which the experts of `layer` lie."""
     prefixes = [prefix.format(layer) for prefix in LAYER_PREFIXES]
     for prefix in prefixes:
         if any(name.startswith(f"{prefix}.experts.") for name in reader.names):
             return prefix
-    found = {re.search(r"layers\.(\d+)\.mlp\.experts\.", name) for name in reader.names}
-    layers = sorted({int(match[1]) for match in found if match})
-    held = f"MoE layers {_ranges(layers)}" if layers else "no MoE layer"
+    bias = re.compile(rf"(.*\.)?layers\.{layer}\..*e_score_correction_bias$")
+    for name in filter(bias.match, reader.names):
+        raise _unsupported(name)
     raise CheckpointError(
         f"layer {layer}: expected tensors under {' or '.join(p + '.experts' for p in prefixes)}; "
-        f"{reader.directory} holds {held}"
+        f"{reader.directory} holds {_moe_layers(reader.names)}"
     )
 
 
-def _expert_count(config: dict[str, Any]) -> int:
-    names = ("num_experts", "n_routed_experts", "num_local_experts")
-    return next((int(config[name]) for name in names if config.get(name)), 0)
+def _moe_layers(names: list[str]) -> str:
+    """What layers lie where, such as "MoE layers 0-2, 5 under model.layers.L.mlp.experts"."""
+    pattern = re.compile(r"((?:.*?\.)?)(\d+)\.((?:\w+\.)*?experts)\.")
+    layers: dict[str, set[int]] = {}
+    for match in filter(None, map(pattern.match, names)):
+        layers.setdefault(f"{match[1]}L.{match[3]}", set()).add(int(match[2]))
+    if not layers:
+        return "no MoE layer"
+    places = (f"{_ranges(sorted(found))} under {place}" for place, found in layers.items())
+    return f"MoE layers {' and '.join(places)}"
 
 
-def _check_block_size(config: dict[str, Any]) -> None:
-    size = (config.get("quantization_config") or {}).get("weight_block_size", [BLOCK, BLOCK])
-    if size != [BLOCK, BLOCK]:
-        raise CheckpointError(
-            f"config.json: expected weight_block_size [{BLOCK}, {BLOCK}], got {size}"
-        )
+def _check_names(names: list[str], prefix: str, experts: re.Pattern[str]) -> None:
+    """Raises CheckpointError for a tensor of the layer that nothing here would read."""
+    mlp, layer = f"{prefix}.", prefix.removesuffix("mlp")
+    for name in names:
+        if name.startswith(mlp):
+            rest = name.removeprefix(mlp)
+            known = rest == "gate.weight" or experts.match(rest) or SHARED_EXPERT.match(rest)
+        else:
+            known = not (name.startswith(layer) and BESIDE_MLP.match(name.removeprefix(layer)))
+        if not known:
+            raise _unsupported(name)
+
+
+def _check_shared_expert(names: list[str], prefix: str, config: ModelConfig) -> None:
+    advice = 'shared_expert="ignore" reads the layer without it'
+    for name in names:
+        if name.startswith(f"{prefix}.") and SHARED_EXPERT.match(name.removeprefix(f"{prefix}.")):
+            raise CheckpointError(f"{_unsupported(name)}; {advice}")
+    try:
+        config.check_shared_expert()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {advice}") from error
+
+
+def _unsupported(name: str) -> CheckpointError:
+    reason = next(text for pattern, text in REASONS if re.search(pattern, name))
+    return CheckpointError(f"{name}: {reason} is not supported, and the result would lack it")
 
 
 def _scale_shape(shape: Shape) -> Shape:
     return tuple(size // BLOCK for size in shape)
-
-
-def _describe(dtypes: tuple[torch.dtype, ...], shape: Shape | None) -> str:
-    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return names if shape is None else f"{names} {list(shape)}"
 
 
 def _ranges(values: list[int]) -> str:
@@ -333,21 +331,12 @@ def _ranges(values: list[int]) -> str:
     return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object")
-    return found
-
-
 @contextmanager
 def _progress_bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that adds bytes; draws on stderr, and only on a terminal."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    shown = wanted and sys.stderr.isatty()
+    # A closed stderr is None.
+    shown = wanted and sys.stderr is not None and sys.stderr.isatty()
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
         task = bar.add_task(title, total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

@@ -4,7 +4,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -84,7 +84,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
         _print_cpu_table(rows, console)
     failed = [str(row.tokens) for row in rows if not row.passed]
     if failed:
-        console.print(f"[bold red]WRONG at M = {', '.join(failed)}[/]")
+        console.print(f"WRONG at M = {', '.join(failed)}", style="bold red")
     return 1 if failed else 0
 
 
@@ -97,12 +97,12 @@ def _why_no_gpu() -> str | None:
 def _load(options: DemoOptions, device: str, console: Console) -> MoELayer:
     with _checkpoint(options, console) as directory:
         started = time.perf_counter()
-        layer = MoELayer.from_checkpoint(directory, options.layer, device)
+        layer = MoELayer.from_checkpoint(directory, options.layer, device, shared_expert="ignore")
         seconds = time.perf_counter() - started
     nbytes = layer.w_up.nbytes + layer.w_down.nbytes
     console.print(
         f"read layer {options.layer}: {nbytes / 1e6:.0f} MB in {seconds:.1f} s; "
-        f"{layer.extra_repr()}",
+        f"{layer.extra_repr()}; the routed experts only, a shared expert is left out",
         soft_wrap=True,
     )
     return layer
@@ -114,8 +114,14 @@ def _checkpoint(options: DemoOptions, console: Console) -> Iterator[Path]:
     if options.checkpoint is not None:
         yield options.checkpoint
         return
-    with tempfile.TemporaryDirectory(prefix="cute_moe_demo_") as temporary:
-        directory = options.keep or Path(temporary)
+    with ExitStack() as stack:
+        if options.keep is None:
+            temporary = tempfile.TemporaryDirectory(prefix="cute_moe_demo_")
+            directory = Path(stack.enter_context(temporary))
+        else:
+            directory = options.keep
+        if directory.exists() and not directory.is_dir():
+            raise ValueError(f"{directory}: expected a folder to write into, got a file")
         if directory.exists() and any(directory.iterdir()):
             raise ValueError(f"{directory}: not empty; to read it, name it as the checkpoint")
         directory.mkdir(parents=True, exist_ok=True)

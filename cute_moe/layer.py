@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 
-from cute_moe.checkpoint import CheckpointError, LayerTensors, load_layer, read_config
+from cute_moe.checkpoint import LayerTensors, load_layer
+from cute_moe.checkpoint_config import DEFAULT_TOP_K, ModelConfig
+from cute_moe.host.check import check_tensor
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import alloc_scratchpad, has_monomoe, mono_moe
 
-DEFAULT_TOP_K = 8
-# Routing that the layer does not do: a config.json with another value than these is refused.
-PLAIN_ROUTING: dict[str, tuple[object, ...]] = {
-    "n_group": (None, 0, 1),
-    "routed_scaling_factor": (None, 1),
-    "topk_method": (None, "greedy"),
-}
+EXPERT_TENSORS = ("w_up", "s_up", "w_down", "s_down")
+ADDRESS_BITS = 15  # of an address: all zero where it is aligned as `mono_moe` asks
+NO_GPU = -1  # as `Tensor.get_device` says
 
 
 class MoELayer(torch.nn.Module):
@@ -25,8 +24,10 @@ class MoELayer(torch.nn.Module):
 
     Buffers `w_up`, `s_up`, `w_down`, `s_down` and, where the checkpoint has it, `router_weight`,
     as in `LayerTensors`; they keep their dtype under `.to(dtype)`, `.half()` and the like. The
-    layer owns one scratchpad, so its calls must not overlap: one stream at a time.
+    layer owns one scratchpad, so its calls must not overlap: one stream at a time. The scratchpad
+    is no part of its state: each copy has its own, which follows the weights to their device.
     `programmatic` (False) may be set at any time; see `mono_moe` for it and for `activations`.
+    Nothing here depends on autocast.
     """
 
     def __init__(
@@ -39,11 +40,15 @@ class MoELayer(torch.nn.Module):
     ) -> None:
         """Takes the tensors as they are, without a copy; raises as `mono_moe` does."""
         super().__init__()
+        for name in EXPERT_TENSORS:
+            check_tensor(name, getattr(tensors, name, None))
         self.top_k, self.scoring_func, self.renormalize = top_k, scoring_func, renormalize
         self.activations, self.programmatic = activations, False
-        for name in ("w_up", "s_up", "w_down", "s_down", "router_weight"):
+        for name in (*EXPERT_TENSORS, "router_weight"):
             self.register_buffer(name, getattr(tensors, name))
-        self._scratchpad = _scratchpad_on(self.w_up.device)
+        self._scratchpad: torch.Tensor | None = None
+        self._scratchpad_index = NO_GPU
+        self._follow_weights()
         self._check_weights()
 
     @classmethod
@@ -51,61 +56,69 @@ class MoELayer(torch.nn.Module):
         cls,
         directory: str | Path,
         layer: int,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         top_k: int | None = None,
         scoring_func: str | None = None,
         renormalize: bool | None = None,
         activations: str = "fp8",
         progress: bool = True,
+        shared_expert: str = "refuse",
     ) -> "MoELayer":
         """Layer `layer` of a block-FP8 safetensors checkpoint.
 
-        `device` None means the GPU if it can run the kernel, else the CPU. What is None of the
-        routing comes from config.json, or is 8, "softmax", True. Raises CheckpointError (a
-        ValueError) when the checkpoint cannot be read or routes in a way the layer does not.
+        `device` None means the GPU if it can run the kernel, else the CPU; an int is the index of
+        a GPU. What is None of the routing comes from config.json, or is 8, "softmax", True.
+        `shared_expert` "ignore" reads a layer without its shared expert, for callers who add that
+        one's result themselves; "refuse" rather raises. Raises CheckpointError (a ValueError) when
+        the checkpoint cannot be read or asks for arithmetic that the layer does not do.
         """
-        config = routing_of(read_config(directory))
         given = {"top_k": top_k, "scoring_func": scoring_func, "renormalize": renormalize}
-        routing = {**config, **{name: v for name, v in given.items() if v is not None}}
+        routing = ModelConfig.read(directory).routing(given)
         if device is None:
             device = "cuda" if has_monomoe() else "cpu"
-        tensors = load_layer(directory, layer, device, progress)
+        tensors = load_layer(directory, layer, device, progress, shared_expert)
         return cls(tensors, activations=activations, **routing)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """hidden_states [.., K] bf16, router_logits [.., E] bf16 or fp32 -> new [.., K] bf16.
 
-        More than 8 tokens run as one launch per 8: each token gets the same bits as alone. Raises
-        ValueError or TypeError as `mono_moe` does.
+        Any strides and addresses; what is not contiguous and 16-byte aligned is copied. More than
+        8 tokens run as one launch per 8: each token gets the same bits as alone. Raises ValueError
+        or TypeError as `mono_moe` does.
         """
-        shape = hidden_states.shape
-        if len(shape) == router_logits.dim() == 2 and shape[0] <= MAX_TOKENS:  # a decode step
-            return self._run(hidden_states.contiguous(), router_logits.contiguous())
-        if not shape or shape[:-1] != router_logits.shape[:-1]:
-            raise ValueError(
-                "router_logits: expected the leading sizes of hidden_states, "
-                f"{list(shape[:-1])}; got {list(router_logits.shape)}"
-            )
-        tokens = math.prod(shape[:-1])
-        x = hidden_states.reshape(tokens, shape[-1]).contiguous()
-        logits = router_logits.reshape(tokens, router_logits.shape[-1]).contiguous()
-        out = torch.empty_like(x)
-        for first in range(0, max(tokens, 1), MAX_TOKENS):
-            rows = slice(first, first + MAX_TOKENS)
-            self._run(x[rows], logits[rows], out[rows])
-        return out.view(shape)
+        try:
+            shape = hidden_states.shape
+            if len(shape) == 2 and shape[0] <= MAX_TOKENS:  # a decode step
+                x, logits = hidden_states.contiguous(), router_logits.contiguous()
+                if (x.data_ptr() | logits.data_ptr()) & ADDRESS_BITS:
+                    x, logits = _aligned(x), _aligned(logits)
+                return self._run(x, logits)
+        except (AttributeError, RuntimeError):
+            _check_inputs(hidden_states, router_logits)
+            raise
+        return self._run_in_chunks(hidden_states, router_logits)
 
     @torch.no_grad()
     def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [.., K] -> logits [.., E], by the router of the checkpoint.
+        """hidden_states [.., K] -> logits [.., E], by the checkpoint's router and in its dtype.
 
-        Raises RuntimeError when the checkpoint had none.
+        Raises TypeError or ValueError for other hidden_states, RuntimeError when the checkpoint
+        had no router.
         """
-        if self.router_weight is None:
+        weight = self.router_weight
+        if weight is None:
             raise RuntimeError("router_weight: the checkpoint of this layer has no router")
-        return torch.nn.functional.linear(
-            hidden_states.to(self.router_weight.dtype), self.router_weight
-        )
+        check_tensor("hidden_states", hidden_states)
+        if hidden_states.shape[-1:] != weight.shape[1:] or hidden_states.device != weight.device:
+            raise ValueError(
+                f"hidden_states: expected [.., {weight.shape[1]}] on {weight.device}, "
+                f"got {list(hidden_states.shape)} on {hidden_states.device}"
+            )
+        device_type = weight.device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                return linear(hidden_states.to(weight.dtype), weight)
+        return linear(hidden_states.to(weight.dtype), weight)
 
     def extra_repr(self) -> str:
         """Sizes and routing, for `print`."""
@@ -120,10 +133,13 @@ class MoELayer(torch.nn.Module):
         self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         buffers = self._buffers  # as attributes, each would cost a microsecond
+        w_up = buffers["w_up"]
+        if w_up.get_device() != self._scratchpad_index:
+            self._follow_weights()
         return mono_moe(
             x,
             logits,
-            buffers["w_up"],
+            w_up,
             buffers["s_up"],
             buffers["w_down"],
             buffers["s_down"],
@@ -136,11 +152,76 @@ class MoELayer(torch.nn.Module):
             programmatic=self.programmatic,
         )
 
+    def _run_in_chunks(
+        self, hidden_states: torch.Tensor, router_logits: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward` for any number of tokens and of leading sizes."""
+        _check_inputs(hidden_states, router_logits)
+        shape = hidden_states.shape
+        if not shape:
+            raise ValueError("hidden_states: expected [.., K], got no dimension")
+        if shape[:-1] != router_logits.shape[:-1]:
+            raise ValueError(
+                "router_logits: expected the leading sizes of hidden_states, "
+                f"{list(shape[:-1])}; got {list(router_logits.shape)}"
+            )
+        tokens = math.prod(shape[:-1])
+        x = _aligned(hidden_states.reshape(tokens, shape[-1]))
+        logits = _aligned(router_logits.reshape(tokens, router_logits.shape[-1]))
+        out = torch.empty_like(x)
+        for first in range(0, max(tokens, 1), MAX_TOKENS):
+            rows = slice(first, first + MAX_TOKENS)
+            self._run(x[rows], logits[rows], out[rows])
+        return out.view(shape)
+
     def _check_weights(self) -> None:
         """A call without tokens: checks every tensor and option, computes nothing."""
         experts, hidden = self.w_down.shape[:2]
         x = self.w_up.new_empty(0, hidden, dtype=torch.bfloat16)
         self._run(x, x.new_empty(0, experts))
+        router = self.router_weight
+        if router is not None and (
+            router.shape != (experts, hidden)
+            or not router.is_floating_point()
+            or router.device != self.w_up.device
+        ):
+            raise ValueError(
+                f"router_weight: expected [{experts}, {hidden}] of floats on {self.w_up.device}, "
+                f"got {list(router.shape)} {router.dtype} on {router.device}"
+            )
+
+    def _follow_weights(self) -> None:
+        """Sees to a scratchpad on the GPU of the weights, and to none elsewhere."""
+        index = self.w_up.get_device()
+        if index == self._scratchpad_index:
+            return
+        on_gpu = self.w_up.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            # Only a replay would zero memory from here, and a launch before it would hang.
+            raise RuntimeError(
+                "scratchpad: cannot be made inside the capture of a CUDA graph; call the layer "
+                "once, with its weights where they are now, before the capture"
+            )
+        self._scratchpad = alloc_scratchpad(self.w_up.device) if on_gpu else None
+        self._scratchpad_index = index
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Weights stay buffers, also when a Parameter is assigned; the scratchpad follows them."""
+        if name in EXPERT_TENSORS or name == "router_weight":
+            value = value.detach() if isinstance(value, torch.nn.Parameter) else value
+        super().__setattr__(name, value)
+        if name == "w_up" and value is not None:
+            self._follow_weights()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: all but the scratchpad, which may be in use."""
+        own = ("_scratchpad", "_scratchpad_index")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._scratchpad, self._scratchpad_index = None, NO_GPU
+        self._follow_weights()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves the buffers as torch asks, but never casts them: e4m3 means nothing in bf16."""
@@ -150,24 +231,16 @@ class MoELayer(torch.nn.Module):
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
         super()._apply(keep_dtype, recurse)
-        if self._scratchpad is None or self._scratchpad.device != self.w_up.device:
-            self._scratchpad = _scratchpad_on(self.w_up.device)
+        self._follow_weights()
         return self
 
 
-def routing_of(config: dict[str, Any]) -> dict[str, Any]:
-    """top_k, scoring_func and renormalize of a `read_config`; CheckpointError on other routing."""
-    for name, plain in PLAIN_ROUTING.items():
-        if config.get(name) not in plain:
-            raise CheckpointError(
-                f"config.json: {name} = {config[name]!r} asks for a routing that is not supported"
-            )
-    return {
-        "top_k": config.get("num_experts_per_tok", DEFAULT_TOP_K),
-        "scoring_func": config.get("scoring_func", "softmax"),
-        "renormalize": config.get("norm_topk_prob", True),
-    }
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where it is not contiguous or not 16-byte aligned."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() & ADDRESS_BITS else tensor
 
 
-def _scratchpad_on(device: torch.device) -> torch.Tensor | None:
-    return alloc_scratchpad(device) if device.type == "cuda" else None
+def _check_inputs(hidden_states: object, router_logits: object) -> None:
+    check_tensor("hidden_states", hidden_states)
+    check_tensor("router_logits", router_logits)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from cute_moe.checkpoint import INDEX_NAME, LAYER_PREFIXES
+from cute_moe.checkpoint import LAYER_PREFIXES, layer_index
+from cute_moe.checkpoint_files import INDEX_NAME
 from cute_moe.reference import BLOCK, E4M3, E4M3_MAX
 
 WEIGHT_STD = 0.02  # of the weights meant, as in trained models of this size
@@ -40,13 +41,20 @@ def write_synthetic_checkpoint(
     """Writes config.json, an index and `shards` files into `directory`, made if need be.
 
     The default shape takes 0.8 GB. Equal arguments write equal bytes. Raises ValueError when a
-    size is no multiple of 128 or there are fewer experts than shards.
+    size is no multiple of 128, there are fewer experts than shards or than a token uses, or
+    `layer` or `seed` is negative.
     """
-    shape = shape or LayerShape()
-    if shape.hidden % BLOCK or shape.intermediate % BLOCK:
-        raise ValueError(f"shape: expected sizes that are multiples of {BLOCK}, got {shape}")
+    shape = LayerShape() if shape is None else shape
+    layer = layer_index(layer)
+    for size in (shape.hidden, shape.intermediate):
+        if size < 1 or size % BLOCK:
+            raise ValueError(f"shape: expected sizes that are multiples of {BLOCK}, got {shape}")
+    if not 1 <= shape.top_k <= shape.num_experts:
+        raise ValueError(f"shape: expected 1 <= top_k <= num_experts, got {shape}")
     if not 1 <= shards <= shape.num_experts:
         raise ValueError(f"shards: expected 1..{shape.num_experts}, got {shards}")
+    if seed < 0:
+        raise ValueError(f"seed: expected an int >= 0, got {seed}")
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     random = _RandomWeights(seed)
@@ -78,7 +86,7 @@ class _RandomWeights:
     def __init__(self, seed: int) -> None:
         self._generator = np.random.Generator(np.random.SFC64(seed))
         levels = 1 << 16
-        middle = (torch.arange(levels, dtype=torch.float64) + 0.5) / levels
+        middle = (torch.arange(levels, dtype=torch.float64, device="cpu") + 0.5) / levels
         quantile = torch.special.ndtri(middle)
         codes = (quantile / quantile[-1] * E4M3_MAX).float().to(E4M3)
         self._codes = codes.view(torch.uint8).numpy()

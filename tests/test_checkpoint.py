@@ -9,7 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from cute_moe import checkpoint, reference
-from cute_moe.checkpoint import CheckpointError, load_layer, read_config
+from cute_moe.checkpoint import CheckpointError, load_layer
+from cute_moe.checkpoint_config import ModelConfig
+from cute_moe.checkpoint_files import INDEX_NAME
 from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
 
 E, K, N = 4, 256, 128
@@ -65,7 +67,7 @@ def save(tensors: Tensors, folder: Path, shards: int = 1) -> None:
     place = {name: f"model-{i % shards}.safetensors" for i, name in enumerate(names)}
     for file in set(place.values()):
         save_file({n: tensors[n] for n in names if place[n] == file}, folder / file)
-    (folder / checkpoint.INDEX_NAME).write_text(json.dumps({"weight_map": place}))
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": place}))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -178,20 +180,25 @@ def test_layer_that_is_not_there(tmp_path) -> None:
         moved = {n.replace("layers.3.", f"layers.{layer}."): t for n, t in tensors.items()}
         save(moved, tmp_path)
         (tmp_path / "model.safetensors").rename(tmp_path / f"part-{layer}.safetensors")
-    with pytest.raises(CheckpointError, match=r"layer 3: .* holds MoE layers 0-1, 7"):
+    with pytest.raises(CheckpointError, match=r"layer 3: .* holds MoE layers 0-1, 7 under"):
         load_layer(tmp_path, LAYER)
     assert load_layer(tmp_path, 7).w_up.shape == (E, 2 * N, K)  # several files, no index
 
 
 def test_directories_that_are_no_checkpoint(tmp_path) -> None:
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="found neither"):
-            load_layer(folder, LAYER)
+    with pytest.raises(CheckpointError, match="found neither"):
+        load_layer(tmp_path, LAYER)
+    for path in (tmp_path / "absent", __file__, ""):
+        with pytest.raises(CheckpointError, match="expected the folder of a checkpoint, got"):
+            load_layer(path, LAYER)
+    for path in (None, 0, b"model"):
+        with pytest.raises(TypeError, match="directory: expected a str or a Path, got"):
+            load_layer(path, LAYER)
     (tmp_path / "model.safetensors").write_bytes(b"no such format")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: not a safetensors file"):
         load_layer(tmp_path, LAYER)
     name = f"{PREFIXES[0]}.experts.gate_up_proj"
-    index = tmp_path / checkpoint.INDEX_NAME
+    index = tmp_path / INDEX_NAME
     index.write_text(json.dumps({"weight_map": {name: "gone.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"gone\.safetensors: named by"):
         load_layer(tmp_path, LAYER)
@@ -208,7 +215,7 @@ def test_other_block_sizes_are_refused(tmp_path) -> None:
     save(packed(random_layer(), PREFIXES[0]), tmp_path)
     config = {"quantization_config": {"weight_block_size": [64, 64]}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"weight_block_size \[128, 128\], got \[64, 64\]"):
+    with pytest.raises(CheckpointError, match=r"expected \[128, 128\] .*, got \[64, 64\]"):
         load_layer(tmp_path, LAYER)
 
 
@@ -220,15 +227,16 @@ def test_synthetic_checkpoint(tmp_path) -> None:
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == [
         "config.json", *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
-        checkpoint.INDEX_NAME,
+        INDEX_NAME,
     ]  # fmt: skip
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    config = read_config(tmp_path / "a")
-    assert (config["num_experts"], config["num_experts_per_tok"]) == (6, 2)
-    assert config["quantization_config"]["weight_block_size"] == [128, 128]
+    config = ModelConfig.read(tmp_path / "a")
+    assert (config.num_experts(), config.routing({})["top_k"]) == (6, 2)
+    assert config.fields["quantization_config"]["weight_block_size"] == [128, 128]
+    config.check_experts()
 
-    layer = load_layer(tmp_path / "a", LAYER)
+    layer = load_layer(tmp_path / "a", LAYER, shared_expert="ignore")
     assert layer.w_up.shape == (6, 512, 512) and layer.w_down.shape == (6, 512, 256)
     assert layer.s_up.dtype == torch.bfloat16 and layer.router_weight.shape == (6, 512)
     for w, s in ((layer.w_up, layer.s_up), (layer.w_down, layer.s_down)):
@@ -237,7 +245,7 @@ def test_synthetic_checkpoint(tmp_path) -> None:
         assert 0.018 < values.std() < 0.023 and abs(values.mean()) < 1e-3
     first, second = layer.w_up.float()[:2]
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.02
-    other = load_layer(tmp_path / "c", LAYER)
+    other = load_layer(tmp_path / "c", LAYER, shared_expert="ignore")
     assert not torch.equal(other.w_up.float(), layer.w_up.float())
 
 
@@ -250,7 +258,7 @@ def test_synthetic_checkpoint_has_the_tensors_of_the_model(tmp_path) -> None:
     want = {f"{prefix}.gate.weight", f"{prefix}.shared_expert_gate.weight"}
     for part in ("experts.0", "experts.1", "shared_expert"):
         want |= {f"{prefix}.{part}.{name}" for name in projections}
-    index = json.loads((tmp_path / checkpoint.INDEX_NAME).read_text())
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
     assert set(index["weight_map"]) == want
     sizes = 0
     for path in tmp_path.glob("*.safetensors"):
@@ -266,4 +274,12 @@ def test_synthetic_checkpoint_refuses_bad_sizes(tmp_path) -> None:
         write_synthetic_checkpoint(tmp_path, 0, LayerShape(2, 200, 128, 1))
     with pytest.raises(ValueError, match=r"shards: expected 1\.\.2, got 4"):
         write_synthetic_checkpoint(tmp_path, 0, LayerShape(2, 256, 128, 1), shards=4)
+    for wrong in ((2, 0, 128, 1), (2, 256, 0, 1), (2, -128, 128, 1)):
+        with pytest.raises(ValueError, match="multiples of 128"):
+            write_synthetic_checkpoint(tmp_path, 0, LayerShape(*wrong), shards=1)
+    for wrong in ((0, 256, 128, 1), (2, 256, 128, 3), (2, 256, 128, 0)):
+        with pytest.raises(ValueError, match="expected 1 <= top_k <= num_experts"):
+            write_synthetic_checkpoint(tmp_path, 0, LayerShape(*wrong), shards=1)
+    with pytest.raises(ValueError, match="seed: expected an int >= 0, got -1"):
+        write_synthetic_checkpoint(tmp_path, 0, LayerShape(2, 256, 128, 1), seed=-1, shards=1)
     assert not list(tmp_path.iterdir())

@@ -1,0 +1,199 @@
+"""MoELayer moved, reassigned, copied, pickled: its scratchpad follows the weights, alone."""
+
+import copy
+import io
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from cute_moe import layer as layer_module
+from cute_moe import moe, reference
+from cute_moe.checkpoint import LayerTensors
+from cute_moe.layer import MoELayer
+
+E, K, N = 4, 256, 128
+
+
+def random_tensors(e: int = E, k: int = K, n: int = N) -> LayerTensors:
+    def matrices(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(0, 256, (e, rows, columns), dtype=torch.uint8) & 0xBF  # |w| < 2
+        return codes.view(reference.E4M3), torch.full((e, rows // 128, columns // 128), 0.02)
+
+    return LayerTensors(*matrices(2 * n, k), *matrices(k, n), torch.randn(e, k).bfloat16())
+
+
+@pytest.fixture
+def scratchpads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
+    """The scratchpad of each launch, where launches do nothing."""
+    seen = []
+
+    def mono_moe(x, *arguments, scratchpad, **options):
+        seen.append(scratchpad)
+        return x
+
+    monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return seen
+
+
+@pytest.fixture
+def gpus() -> Iterator[None]:
+    """GPUs without memory: tensors there have shapes and devices, but no data."""
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+def call(layer: MoELayer) -> None:
+    layer._run(torch.empty(1, K, dtype=torch.bfloat16), torch.empty(1, E))
+
+
+def assign_state(layer: MoELayer, device: str) -> None:
+    state = {name: tensor.to(device) for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+
+
+def assign_weights(layer: MoELayer, device: str) -> None:
+    for name, tensor in layer.state_dict().items():
+        setattr(layer, name, tensor.to(device))
+
+
+def assign_parameters(layer: MoELayer, device: str) -> None:
+    state = {
+        name: torch.nn.Parameter(tensor.to(device), requires_grad=False)
+        for name, tensor in layer.state_dict().items()
+    }
+    layer.load_state_dict(state, assign=True)
+
+
+def replace_buffers(layer: MoELayer, device: str) -> None:
+    for name, tensor in layer.state_dict().items():
+        layer._buffers[name] = tensor.to(device)  # as torch.func.functional_call does
+
+
+MOVES = {
+    "to": lambda layer, device: layer.to(device),
+    "to_empty": lambda layer, device: layer.to_empty(device=device),
+    "load_state_dict": assign_state,
+    "load_state_dict of parameters": assign_parameters,
+    "assignment": assign_weights,
+    "buffers": replace_buffers,
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_scratchpad_follows_the_weights(scratchpads, gpus, move) -> None:
+    layer = MoELayer(random_tensors(), top_k=2)
+    for device in ("cuda:1", "cuda:0", "cpu", "cuda:0", "meta", "cuda:1"):
+        move(layer, device)
+        assert {buffer.device for buffer in layer.buffers()} == {torch.device(device)}
+        call(layer)
+        where = scratchpads[-1].device if scratchpads[-1] is not None else None
+        assert where == (torch.device(device) if "cuda" in device else None)
+        call(layer)
+        assert scratchpads[-1] is scratchpads[-2], "a new one, without a move"
+    assert not list(layer.parameters())
+    assert set(layer.state_dict()) == {"w_up", "s_up", "w_down", "s_down", "router_weight"}
+
+
+def test_scratchpad_is_not_made_in_a_capture(scratchpads, gpus, monkeypatch) -> None:
+    layer = MoELayer(random_tensors(), top_k=2)
+    replace_buffers(layer, "cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="call the layer once"):
+        call(layer)
+    assert scratchpads == [None]  # of the check when the layer was made
+
+
+def saved(layer: MoELayer) -> MoELayer:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, saved])
+def test_copies_and_pickles_do_without_the_scratchpad(scratchpads, duplicate) -> None:
+    layer = MoELayer(random_tensors(), top_k=2, scoring_func="sigmoid")
+    layer.programmatic = True
+    layer._scratchpad = torch.ones(64, dtype=torch.uint8)
+    other = duplicate(layer)
+    call(other)
+    assert scratchpads[-1] is None and other._scratchpad is None
+    assert layer._scratchpad is not None
+    assert (other.top_k, other.scoring_func, other.programmatic) == (2, "sigmoid", True)
+    for name, buffer in layer.named_buffers():
+        found = getattr(other, name)
+        assert found.dtype == buffer.dtype
+        assert torch.equal(found.view(torch.uint8), buffer.view(torch.uint8))
+
+
+def test_each_copy_has_its_own_scratchpad(scratchpads, gpus) -> None:
+    layer = MoELayer(random_tensors(), top_k=2).to("cuda:0")
+    call(layer)
+    for duplicate in (copy.copy, copy.deepcopy):
+        call(duplicate(layer))
+        assert scratchpads[-1].device == torch.device("cuda:0")
+    first, second, third = (id(pad) for pad in scratchpads[-3:])
+    assert len({first, second, third}) == 3
+
+
+def test_shared_memory(scratchpads) -> None:
+    layer = MoELayer(random_tensors(), top_k=2)
+    before = layer.w_up.float()
+    layer.share_memory()
+    assert all(buffer.is_shared() for buffer in layer.buffers())
+    assert layer.w_up.dtype == reference.E4M3 and torch.equal(layer.w_up.float(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("move", ["load_state_dict", "to"])
+def test_to_the_cpu_and_back(cuda, move) -> None:
+    layer = MoELayer(random_tensors(*full_size())).to(cuda)
+    x = torch.randn(2, layer.w_down.shape[1], device=cuda).bfloat16()
+    logits = layer.router_logits(x)
+    want = layer(x, logits)
+    MOVES[move](layer, "cpu")
+    near = layer(x.cpu(), logits.cpu())
+    assert reference.relative_error(near, want.cpu()) < 1.5e-2
+    layer.to(cuda)
+    assert torch.equal(layer(x, logits), want)
+
+
+@pytest.mark.gpu
+def test_copies_run_at_the_same_time(cuda) -> None:
+    layer = MoELayer(random_tensors(*full_size())).to(cuda)
+    x = torch.randn(8, layer.w_down.shape[1], device=cuda).bfloat16()
+    logits = layer.router_logits(x)
+    want = layer(x, logits)
+    layers = [layer, copy.deepcopy(layer), saved(layer), copy.copy(layer)]
+    assert len({each._scratchpad.data_ptr() for each in layers}) == len(layers)
+    streams = [torch.cuda.Stream() for _ in layers]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for each, stream in zip(layers, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(each(x, logits))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, want) for result in results)
+
+
+@pytest.mark.gpu
+def test_weights_taken_from_the_cpu_run_on_the_gpu(cuda) -> None:
+    layer = MoELayer(random_tensors(*full_size()))
+    x = torch.randn(1, layer.w_down.shape[1], device=cuda).bfloat16()
+    logits = layer.router_logits(x.cpu()).to(cuda)
+    want = copy.deepcopy(layer).to(cuda)(x, logits)
+    for move in (assign_state, assign_parameters, assign_weights, replace_buffers):
+        moved = copy.deepcopy(layer)
+        move(moved, "cuda")
+        assert torch.equal(moved(x, logits), want)
+        assert moved._scratchpad.device == x.device
+
+
+def full_size() -> tuple[int, int, int]:
+    return moe.SHAPE.num_experts, moe.SHAPE.hidden, moe.SHAPE.intermediate

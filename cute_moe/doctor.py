@@ -59,7 +59,7 @@ def compile_all() -> list[dict[str, Any]]:
     Raises RuntimeError without the tools that read machine code.
     """
     # The compiler reads this once, when it is imported; without a GPU it has no other source.
-    os.environ.setdefault("CUTE_DSL_ARCH", DEFAULT_ARCH)
+    os.environ["CUTE_DSL_ARCH"] = os.environ.get("CUTE_DSL_ARCH") or DEFAULT_ARCH
     reports = []
     for name, spec, build in registry.kernels():
         report = compile_report(spec, build)

@@ -3,6 +3,10 @@
 import argparse
 import io
 import json
+import os
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +18,7 @@ from rich.console import Console
 from cute_moe import __main__ as cli
 from cute_moe import demo, doctor, reference
 from cute_moe import layer as layer_module
+from cute_moe.checkpoint import load_layer
 from cute_moe.demo import DemoOptions, Row, run_demo
 from cute_moe.host.report import KernelReport
 from cute_moe.kernels.device.sizes import SMEM_LIMIT
@@ -75,7 +80,7 @@ def test_demo_keeps_and_reuses_a_checkpoint(on_cpu, console, tmp_path) -> None:
     assert run_demo(small_options(checkpoint=kept, layer=2), console) == 0
     with pytest.raises(ValueError, match="not empty"):
         run_demo(small_options(keep=kept), console)
-    with pytest.raises(ValueError, match="holds MoE layers 2"):
+    with pytest.raises(ValueError, match="holds MoE layers 2 under"):
         run_demo(small_options(checkpoint=kept, layer=5), console)
 
 
@@ -156,7 +161,11 @@ def test_tokens(text, tokens) -> None:
     assert cli.parse_tokens(text) == tokens
 
 
-@pytest.mark.parametrize("text", ["", "0", "65", "a", "1,", "4-1", "-1", "1-2-3", "1.5"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "65", "a", "1,", "4-1", "-1", "1-", "1--2", "1-2-3", "1.5", "1_0", "1 2", "None",
+     "1-999999999999", "999999999999", "\u0661"],
+)  # fmt: skip
 def test_wrong_tokens(text) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected numbers from 1 to 64"):
         cli.parse_tokens(text)
@@ -178,6 +187,9 @@ def test_demo_command(monkeypatch, tmp_path, capsys) -> None:
 
 
 def test_errors_are_one_line(tmp_path, capsys) -> None:
+    assert cli.main(["demo", "--checkpoint", str(tmp_path / "absent")]) == 1
+    error = f"error: {tmp_path / 'absent'}: expected the folder of a checkpoint, got nothing there"
+    assert capsys.readouterr().err == error + "\n"
     assert cli.main(["demo", "--checkpoint", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {tmp_path}: expected model.safetensors.index.json")
@@ -185,3 +197,121 @@ def test_errors_are_one_line(tmp_path, capsys) -> None:
     write_synthetic_checkpoint(tmp_path, 0, SMALL, shards=1)
     assert cli.main(["demo", "--checkpoint", str(tmp_path)]) == 1
     assert "expected [M, 2048]" in capsys.readouterr().err
+
+
+def test_wrong_usage(capsys) -> None:
+    for arguments in (
+        ["--layer", "-1"], ["--layer", "1.5"], ["--layer", ""], ["--seed", "-1"], ["--seed", "x"],
+        ["--seed", str(2**63)], ["--checkpoint", ""], ["--keep", ""], ["--tokens", "1-"],
+    ):  # fmt: skip
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["demo", *arguments])
+        assert stop.value.code == 2
+        assert f"argument {arguments[0]}: expected" in capsys.readouterr().err
+
+
+def test_keep_needs_a_folder_of_its_own(on_cpu, console, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(ValueError, match="file: expected a folder to write into, got a file"):
+        run_demo(small_options(keep=file), console)
+    assert file.read_text() == "mine"
+    # --keep is the way out where there is no temporary folder.
+    monkeypatch.setattr(demo.tempfile, "tempdir", str(tmp_path / "absent"))
+    assert run_demo(small_options(keep=tmp_path / "kept"), console) == 0
+
+
+@pytest.mark.parametrize("name", ["[/] [bold]x", ":smile:"])
+def test_names_of_folders_stay_as_they_are(on_cpu, monkeypatch, capsys, tmp_path, name) -> None:
+    folder = tmp_path / name
+    run = demo.run_demo
+    monkeypatch.setattr(
+        demo, "run_demo", lambda options, console: run(replace(options, shape=SMALL), console)
+    )
+    assert cli.main(["demo", "--tokens", "1", "--keep", str(folder)]) == 0
+    assert f"s: {folder}\n" in capsys.readouterr().out
+
+
+def test_demo_says_what_it_leaves_out(on_cpu, console) -> None:
+    assert run_demo(small_options(), console) == 0
+    assert "the routed experts only, a shared expert is left out" in printed(console)
+
+
+# A demo that prints the table of a GPU, where the time is in microseconds.
+DEMO = """
+import sys
+from cute_moe import __main__ as cli, demo
+row = demo.Row(8, 58.0, 0.005, 0.04, True, 180e6, 1.0, microseconds=45.0)
+demo.run_demo = lambda options, console: demo._print_gpu_table([row], 4e12, console) or 0
+sys.exit(cli.main(["demo"]))
+"""
+# The command line alone, which is there at once; its command prints more than a pipe holds, or
+# writes so little that nothing of it leaves before the end, as doctor does with --json.
+COMMAND_LINE = f"""
+import runpy, sys, types
+def run_doctor(compile_kernels, as_json, console):
+    if as_json:
+        console.file.write("figures")
+    else:
+        console.print("figures " * 20_000)
+    return 0
+sys.modules["cute_moe.doctor"] = types.SimpleNamespace(run_doctor=run_doctor)
+sys.modules["cute_moe"] = types.ModuleType("cute_moe")
+sys.exit(runpy.run_path({cli.__file__!r})["main"](["doctor", *sys.argv[1:]]))
+"""
+ASCII = ({"PYTHONIOENCODING": "ascii"},
+         {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"})  # fmt: skip
+
+
+def run_python(code: str, shell: str = "", **environment: str) -> subprocess.CompletedProcess:
+    """Runs `code` in a shell, its output where `shell` says."""
+    unset = {"PYTHONIOENCODING", "PYTHONUTF8", "PYTHONCOERCECLOCALE", "LC_ALL", "LANG"}
+    kept = {name: value for name, value in os.environ.items() if name not in unset}
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {shell}"
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],
+        capture_output=True, check=False, env=kept | environment, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("environment", ASCII, ids=["ascii", "C"])
+def test_output_degrades_where_it_must_be_ascii(environment) -> None:
+    done = run_python(DEMO, **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    text = done.stdout.decode("ascii")
+    assert "us: per call, median" in text and "| 45.0 |" in text and "?" not in text
+
+
+def test_output_is_whole_where_it_may_be() -> None:
+    done = run_python(DEMO, PYTHONIOENCODING="utf-8")
+    assert done.returncode == 0 and "µs: per call, median" in done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "complaint"),
+    [
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("| true", 1, ""),
+        ("> /dev/full", 1, "error: [Errno 28] No space left on device\n"),
+    ],
+)
+@pytest.mark.parametrize("option", ["", "--json"])
+def test_output_that_nobody_takes(option, shell, code, complaint) -> None:
+    done = run_python(COMMAND_LINE, f"{option} {shell}")
+    assert (done.returncode, done.stderr.decode()) == (code, complaint)
+
+
+def test_a_closed_stderr_draws_no_bar(monkeypatch, tmp_path) -> None:
+    write_synthetic_checkpoint(tmp_path, 0, SMALL, shards=1)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert load_layer(tmp_path, 0, shared_expert="ignore").w_up.shape[0] == SMALL.num_experts
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run_demo", interrupt)
+    assert cli.main(["demo"]) == cli.INTERRUPTED

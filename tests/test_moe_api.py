@@ -279,4 +279,3 @@ def test_scratchpad_size() -> None:
     pad = cute_moe.alloc_scratchpad("cpu")
     assert pad.numel() == cute_moe.get_scratchpad_size_bytes()
     assert not pad.any()
-    assert isinstance(cute_moe.has_monomoe(), bool)

@@ -22,8 +22,7 @@ from cute_moe.host.compile import compile_report
 from cute_moe.host.device import DeviceFacts
 
 
-def test_bytes_of_an_expert() -> None:
-    assert (protocol.UP_BYTES, protocol.DOWN_BYTES) == (2 * MB, 1 * MB)
+def test_the_probe_reads_the_bytes_of_an_expert() -> None:
     spec = floor.FloorSpec()
     assert spec.up_chunks * floor.CHUNK_BYTES == protocol.UP_BYTES
     assert spec.down_chunks * floor.CHUNK_BYTES == protocol.DOWN_BYTES

@@ -139,11 +139,11 @@ class ModelConfig:
         for key, value in found.items():
             if not kind.fits(value):
                 raise self._error(key, kind.name, _text(value))
-        first = next(iter(found), None)
         for key, value in found.items():
+            first = next(iter(found))
             if value != found[first]:
                 raise self._error(key, f"{_text(found[first])} as in {first}", _text(value))
-        return found.get(first)
+        return next(iter(found.values()), None)
 
     def _object(self, fields: Fields, key: str) -> Fields:
         """The object under `key`, without nulls; {} when it is absent."""

@@ -22,7 +22,7 @@ def random_tensors(e: int = E, k: int = K, n: int = N) -> LayerTensors:
         codes = torch.randint(0, 256, (e, rows, columns), dtype=torch.uint8) & 0xBF  # |w| < 2
         return codes.view(reference.E4M3), torch.full((e, rows // 128, columns // 128), 0.02)
 
-    return LayerTensors(*matrices(2 * n, k), *matrices(k, n), torch.randn(e, k).bfloat16())
+    return LayerTensors(*matrices(2 * n, k), *matrices(k, n), (0.02 * torch.randn(e, k)).bfloat16())
 
 
 @pytest.fixture

@@ -293,7 +293,8 @@ def _check_names(names: list[str], prefix: str, experts: re.Pattern[str]) -> Non
     for name in names:
         if name.startswith(mlp):
             rest = name.removeprefix(mlp)
-            known = rest == "gate.weight" or experts.match(rest) or SHARED_EXPERT.match(rest)
+            patterns = (experts, SHARED_EXPERT)
+            known = rest == "gate.weight" or any(p.match(rest) for p in patterns)
         else:
             known = not (name.startswith(layer) and BESIDE_MLP.match(name.removeprefix(layer)))
         if not known:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cute_moe.host.check import dtype_name
+
 INDEX_NAME = "model.safetensors.index.json"
 
 Shape = tuple[int, ...]
@@ -131,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def describe(dtypes: tuple[torch.dtype, ...], shape: Shape | None) -> str:
     """A tensor in words, such as "float32 or bfloat16 [4, 256]"."""
-    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    names = " or ".join(dtype_name(dtype) for dtype in dtypes)
     return names if shape is None else f"{names} {list(shape)}"
 
 

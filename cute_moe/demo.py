@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -179,7 +180,7 @@ def _inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normal hidden states, and logits by the checkpoint's router (normal ones without it)."""
     experts, hidden, _ = layer.w_down.shape
-    options = {"generator": generator, "device": layer.w_up.device}
+    options: dict[str, Any] = {"generator": generator, "device": layer.w_up.device}
     x = torch.randn(tokens, hidden, **options).to(torch.bfloat16)
     if layer.router_weight is not None:
         return x, layer.router_logits(x)
@@ -217,7 +218,7 @@ def _print_gpu_table(rows: list[Row], copy_rate: float, console: Console) -> Non
         "of\ncopy",
     )  # fmt: skip
     for row in rows:
-        rate = row.nbytes / (row.microseconds * 1e-6)
+        rate = row.nbytes / (cast(float, row.microseconds) * 1e-6)
         table.add_row(
             str(row.tokens),
             f"{row.experts:.1f}",

@@ -30,6 +30,12 @@ class MoELayer(torch.nn.Module):
     Nothing here depends on autocast.
     """
 
+    w_up: torch.Tensor
+    s_up: torch.Tensor
+    w_down: torch.Tensor
+    s_down: torch.Tensor
+    router_weight: torch.Tensor | None
+
     def __init__(
         self,
         tensors: LayerTensors,
@@ -132,7 +138,8 @@ class MoELayer(torch.nn.Module):
     def _run(
         self, x: torch.Tensor, logits: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        buffers = self._buffers  # as attributes, each would cost a microsecond
+        # As attributes, each would cost a microsecond.
+        buffers: dict[str, Any] = self._buffers
         w_up = buffers["w_up"]
         if w_up.get_device() != self._scratchpad_index:
             self._follow_weights()

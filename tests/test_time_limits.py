@@ -9,7 +9,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # The set-up of tests/conftest.py with a GPU, seemingly, and little patience.
 PLUGIN = """
+import faulthandler
 import conftest
+faulthandler.dump_traceback_later(300, exit=True)  # Nothing may be left behind if this test fails.
 conftest.SM90_INDEX, conftest.GPU_TIMEOUT_S = 0, 2
 """
 # A thread that locks a mutex twice waits in C, without the interpreter's lock, and starts to wait

@@ -17,8 +17,6 @@ from cute_moe.kernels.moe.spec import MAX_TOKENS, MoeSpec
 SHAPE = MoeSpec()
 _FP8 = torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16)
-# Fields of MoeSpec that are arguments of mono_moe.
-_OPTIONS = ("top_k", "scoring_func", "renormalize", "interleave_up", "activations", "programmatic")
 _SCRATCH = ScratchLayout([Region(n, size, zeroed=True) for n, size in SHAPE.scratch_regions])
 
 
@@ -130,11 +128,11 @@ def mono_moe(
     """
     inputs = (activations_in, router_logits, expert_weights_up, expert_scales_up,
               expert_weights_down, expert_scales_down)  # fmt: skip
-    options = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic)
     failure = None
     try:
         index = activations_in.get_device()
-        key = (*options, router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
+        key = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic,
+               router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
                index, current_device() if index >= 0 else index)  # fmt: skip
         kernel = _KERNELS.lookup(key)
         # True and 8.0 find what 1 and 8 find, hence the look at the types.
@@ -145,13 +143,16 @@ def mono_moe(
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         failure = error
     # These two name the wrong argument, if there is one.
-    named: dict[str, Any] = dict(zip(_OPTIONS, options, strict=True))
-    MoeSpec(**named)
+    options: dict[str, Any] = dict(
+        top_k=top_k, scoring_func=scoring_func, renormalize=renormalize,
+        interleave_up=interleave_up, activations=activations, programmatic=programmatic,
+    )  # fmt: skip
+    MoeSpec(**options)
     tokens = _check_tensors(inputs, out, scratchpad)
     if failure:
         raise failure
     if tokens and activations_in.device.type == "cuda":
-        kernel = _KERNELS.get(_spec(named, inputs), activations_in.device, key)
+        kernel = _KERNELS.get(_spec(options, inputs), activations_in.device, key)
         return _launch(kernel, inputs, out, scratchpad)
     if out is None:
         out = torch.empty_like(activations_in)

@@ -1,6 +1,7 @@
 """MoELayer moved, reassigned, copied, pickled: its scratchpad follows the weights, alone."""
 
 import copy
+import inspect
 import io
 import warnings
 from collections.abc import Iterator
@@ -30,9 +31,12 @@ def scratchpads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """The scratchpad of each launch, where launches do nothing."""
     seen = []
 
-    def mono_moe(x, *arguments, scratchpad, **options):
-        seen.append(scratchpad)
-        return x
+    signature = inspect.signature(moe.mono_moe)
+
+    def mono_moe(*arguments, **keywords):
+        given = signature.bind(*arguments, **keywords)
+        seen.append(given.arguments["scratchpad"])
+        return arguments[0]
 
     monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mono_moe_call import run_reference
 from rich.console import Console
 
 from cute_moe import __main__ as cli
@@ -45,12 +46,7 @@ def console() -> Console:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo as on a machine without a GPU, with layers of any shape."""
-
-    def mono_moe(*arguments, out, scratchpad, activations, programmatic):
-        result = reference.moe_block_fp8(*arguments)
-        return result if out is None else out.copy_(result)
-
-    monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
+    monkeypatch.setattr(layer_module, "mono_moe", run_reference)
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
 
 

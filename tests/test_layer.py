@@ -2,12 +2,12 @@
 
 import copy
 import functools
-import inspect
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from mono_moe_call import named, run_reference
 
 from cute_moe import layer as layer_module
 from cute_moe import moe, reference
@@ -25,18 +25,13 @@ def any_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets small layers run: `mono_moe` without its fixed shape. Gives the tokens of each call."""
     calls = []
 
-    signature = inspect.signature(moe.mono_moe)
-
     def mono_moe(*arguments, **keywords):
-        given = signature.bind(*arguments, **keywords)
-        given.apply_defaults()
-        *tensors, top_k, scoring_func, renormalize = list(given.arguments.values())[:9]
-        assert tensors[0].is_contiguous() and tensors[1].is_contiguous() and len(tensors[0]) <= 8
-        mono_moe.options = {name: given.arguments[name] for name in ("activations", "programmatic")}
-        calls.append(len(tensors[0]))
-        result = reference.moe_block_fp8(*tensors, top_k, scoring_func, renormalize)
-        out = given.arguments["out"]
-        return result if out is None else out.copy_(result)
+        given = named(*arguments, **keywords)
+        x, logits = given["activations_in"], given["router_logits"]
+        assert x.is_contiguous() and logits.is_contiguous() and len(x) <= 8
+        mono_moe.options = {name: given[name] for name in ("activations", "programmatic")}
+        calls.append(len(x))
+        return run_reference(*arguments, **keywords)
 
     monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
     return calls

@@ -1,13 +1,13 @@
 """MoELayer moved, reassigned, copied, pickled: its scratchpad follows the weights, alone."""
 
 import copy
-import inspect
 import io
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+from mono_moe_call import named
 from torch._subclasses import FakeTensorMode
 
 from cute_moe import layer as layer_module
@@ -31,11 +31,8 @@ def scratchpads(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor | None]:
     """The scratchpad of each launch, where launches do nothing."""
     seen = []
 
-    signature = inspect.signature(moe.mono_moe)
-
     def mono_moe(*arguments, **keywords):
-        given = signature.bind(*arguments, **keywords)
-        seen.append(given.arguments["scratchpad"])
+        seen.append(named(*arguments, **keywords)["scratchpad"])
         return arguments[0]
 
     monkeypatch.setattr(layer_module, "mono_moe", mono_moe)

@@ -1,22 +1,30 @@
-"""Phase 1: top-k experts of a token and their weights, by one warp; every CTA routes for itself.
+"""Phase 1: experts of a token and their weights, by one warp; every CTA routes for itself.
+
+`route_token` enters what `select` and `weigh` find in the logits, or `read_token` what the caller
+has found.
 
 Ranking is by logit (both scorings are monotone): NaN counts as -inf, -0.0 equals +0.0, ties go to
-the lowest expert id. Every lane sorts its eight candidates once; a pop is then one warp maximum
-over the lanes' best. A bf16 logit leaves 16 bits for the expert, so that a candidate is one word.
+the lowest expert id. A lane has its logits in lists of eight, each sorted once; a pop is then one
+warp maximum over the best of every list. A bf16 logit leaves 16 bits for the expert, so that a
+candidate is one word.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Boolean, Float32, Int32
 
 from cute_moe.kernels.device.quant import divide
-from cute_moe.kernels.moe.memory import Shared
+from cute_moe.kernels.moe.memory import WARP, Shared
+from cute_moe.kernels.moe.spec import MAX_EXPERTS
 
-PER_LANE = 8
+LIST = 8  # candidates of one sorted list
 TAKEN = -(2**31)
 FLT_MAX = 3.4028234663852886e38
+LAST = MAX_EXPERTS - 1  # minus the expert, in the low half of a packed key: low ids win ties
 # Batcher's odd-even merge sort of eight.
 NETWORK = (
     (0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7), (1, 2), (5, 6),
@@ -24,12 +32,53 @@ NETWORK = (
 )  # fmt: skip
 
 
+class Logits(NamedTuple):
+    """The kernel routes. ids, weights [M, k]: where it says how, or None."""
+
+    logits: cute.Tensor  # [M, E]
+    ids: cute.Tensor | None
+    weights: cute.Tensor | None
+
+
+class Given(NamedTuple):
+    """The caller has routed."""
+
+    ids: cute.Tensor  # [M, k]
+    weights: cute.Tensor  # [M, k]
+    expert_map: cute.Tensor | None  # [ids] expert here, or -1
+    scale: Float32  # of the output
+
+
 @cute.jit
-def load_logits(logits: cute.Tensor, token: Int32) -> cute.Tensor:
-    """This lane's logits of `token` in registers: experts 8 lane .. 8 lane + 7."""
-    source = logits.iterator + token * 32 * PER_LANE + cute.arch.lane_idx() * PER_LANE
-    raw = cute.make_rmem_tensor(PER_LANE, logits.element_type)
-    cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(PER_LANE)), raw)
+def load_logits(logits: cute.Tensor, token: Int32, spec: cutlass.Constexpr) -> cute.Tensor:
+    """This lane's logits of `token` in registers: experts 256 j + 8 lane + 0..7 of every list j.
+
+    What is beyond the last expert is -inf.
+    """
+    experts = cutlass.const_expr(spec.num_experts)
+    lists = cutlass.const_expr((experts + WARP * LIST - 1) // (WARP * LIST))
+    raw = cute.make_rmem_tensor((LIST, lists), logits.element_type)
+    for j in cutlass.range_constexpr(lists):
+        first = j * WARP * LIST + cute.arch.lane_idx() * LIST
+        source = logits.iterator + token * experts + first
+        whole = cutlass.const_expr((j + 1) * WARP * LIST <= experts)
+        if cutlass.const_expr(experts % LIST == 0):
+            if cutlass.const_expr(not whole):
+                for i in cutlass.range_constexpr(LIST):
+                    raw[i, j] = logits.element_type(float("-inf"))
+            if cutlass.const_expr(whole):
+                cute.autovec_copy(
+                    cute.make_tensor(source.align(16), cute.make_layout(LIST)), raw[None, j]
+                )
+            elif first < experts:
+                cute.autovec_copy(
+                    cute.make_tensor(source.align(16), cute.make_layout(LIST)), raw[None, j]
+                )
+        else:
+            for i in cutlass.range_constexpr(LIST):
+                raw[i, j] = logits.element_type(float("-inf"))
+                if first + i < experts:
+                    raw[i, j] = cute.make_tensor(source + i, cute.make_layout(1))[0]
     return raw
 
 
@@ -39,63 +88,78 @@ def is_packed(raw: cute.Tensor) -> bool:
 
 
 @cute.jit
-def sort_candidates(raw: cute.Tensor):
-    """This lane's candidates, best first: (keys, experts), int32 [8] each.
+def sort_candidates(raw: cute.Tensor, spec: cutlass.Constexpr):
+    """This lane's candidates: keys int32 [8, lists], which compare like the logits.
 
-    Keys compare like the logits. Packed ones hold 255 - expert in their low half.
+    Packed ones hold LAST - expert in their low half, and each list has its best first.
     """
     lane = cute.arch.lane_idx()
-    values = cute.make_rmem_tensor(PER_LANE, Float32)
+    lists = cutlass.const_expr(cute.size(raw) // LIST)
+    values = cute.make_rmem_tensor((LIST, lists), Float32)
     values.store(raw.load().to(Float32))
-    for i in cutlass.range_constexpr(PER_LANE):
-        v = values[i] + Float32(0.0)
-        if v != v:
-            v = Float32(float("-inf"))
-        values[i] = v
     bits = cute.recast_tensor(values, Int32)
-    keys = cute.make_rmem_tensor(PER_LANE, Int32)
-    experts = cute.make_rmem_tensor(PER_LANE, Int32)
-    for i in cutlass.range_constexpr(PER_LANE):
-        experts[i] = lane * PER_LANE + i
-        keys[i] = bits[i] ^ ((bits[i] >> 31) & Int32(0x7FFFFFFF))
+    keys = cute.make_rmem_tensor((LIST, lists), Int32)
+    for j in cutlass.range_constexpr(lists):
+        for i in cutlass.range_constexpr(LIST):
+            v = values[i, j] + Float32(0.0)
+            if v != v:
+                v = Float32(float("-inf"))
+            values[i, j] = v
+            expert = expert_of(lane, i, j)
+            keys[i, j] = bits[i, j] ^ ((bits[i, j] >> 31) & Int32(0x7FFFFFFF))
+            if cutlass.const_expr(is_packed(raw)):
+                keys[i, j] = (keys[i, j] & Int32(-65536)) | (LAST - expert)
+            if cutlass.const_expr((j + 1) * WARP * LIST > spec.num_experts):
+                if expert >= spec.num_experts:
+                    keys[i, j] = Int32(TAKEN)
         if cutlass.const_expr(is_packed(raw)):
-            keys[i] = (keys[i] & Int32(-65536)) | (255 - experts[i])
-    for i, j in NETWORK:
-        if cutlass.const_expr(is_packed(raw)):
-            best = cutlass.max(keys[i], keys[j])
-            keys[j] = cutlass.min(keys[i], keys[j])
-            keys[i] = best
-        else:
-            swap = (keys[i] < keys[j]) | ((keys[i] == keys[j]) & (experts[i] > experts[j]))
-            for column in (keys, experts):
-                one = column[i]
-                two = column[j]
-                if swap:
-                    column[i] = two
-                    column[j] = one
-    return keys, experts
+            for one, two in NETWORK:
+                best = cutlass.max(keys[one, j], keys[two, j])
+                keys[two, j] = cutlass.min(keys[one, j], keys[two, j])
+                keys[one, j] = best
+    return keys
+
+
+def expert_of(lane, i, j):
+    """The expert of place i in list j of a lane."""
+    return j * WARP * LIST + lane * LIST + i
 
 
 @cute.jit
-def pop_best(keys: cute.Tensor, experts: cute.Tensor, packed: cutlass.Constexpr):
-    """Take the best remaining expert of the warp's 256: (key, expert), the same in all lanes."""
-    top = cute.arch.warp_redux_sync(keys[0], "max")
-    mine = keys[0] == top
-    expert = 255 - (top & 0xFFFF)
-    if cutlass.const_expr(not packed):
-        holders = cute.arch.vote_ballot_sync(mine)
-        source = cute.arch.popc((holders & -holders) - 1)
-        expert = cute.arch.shuffle_sync(experts[0], offset=source)
-        mine = cute.arch.lane_idx() == source
-    for i in cutlass.range_constexpr(PER_LANE):
-        following = Int32(TAKEN)
-        if cutlass.const_expr(i + 1 < PER_LANE):
-            following = keys[i + 1]
-        if mine:
-            keys[i] = following
-        if cutlass.const_expr(not packed and i + 1 < PER_LANE):
-            if mine:
-                experts[i] = experts[i + 1]
+def pop_best(keys: cute.Tensor, packed: cutlass.Constexpr):
+    """Take the best remaining expert of the warp's: (key, expert), the same in all lanes."""
+    lists = cutlass.const_expr(cute.size(keys) // LIST)
+    if cutlass.const_expr(packed):
+        best = keys[0, 0]
+        for j in cutlass.range_constexpr(1, lists):
+            best = cutlass.max(best, keys[0, j])
+        top = cute.arch.warp_redux_sync(best, "max")
+        for j in cutlass.range_constexpr(lists):
+            mine = keys[0, j] == top
+            for i in cutlass.range_constexpr(LIST):
+                following = Int32(TAKEN)
+                if cutlass.const_expr(i + 1 < LIST):
+                    following = keys[i + 1, j]
+                if mine:
+                    keys[i, j] = following
+        expert = LAST - (top & 0xFFFF)
+    else:
+        best = Int32(TAKEN)
+        for n in cutlass.range_constexpr(cute.size(keys)):
+            best = cutlass.max(best, keys[n])
+        top = cute.arch.warp_redux_sync(best, "max")
+        # The lowest expert with this key: in the first list that has it, then the first lane.
+        lane = cute.arch.lane_idx()
+        candidate = Int32(MAX_EXPERTS)
+        for j in cutlass.range_constexpr(lists - 1, -1, -1):
+            for i in cutlass.range_constexpr(LIST - 1, -1, -1):
+                if keys[i, j] == top:
+                    candidate = expert_of(lane, i, j)
+        expert = cute.arch.warp_redux_sync(candidate, "min")
+        for j in cutlass.range_constexpr(lists):
+            for i in cutlass.range_constexpr(LIST):
+                if expert == expert_of(lane, i, j):
+                    keys[i, j] = Int32(TAKEN)
     return top, expert
 
 
@@ -118,31 +182,42 @@ def exp_(x: Float32) -> Float32:
 
 
 @cute.jit
-def route_token(raw: cute.Tensor, token: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Write the picks, weights and expert masks of `token` to shared memory; one warp.
+def select(raw: cute.Tensor, spec: cutlass.Constexpr):
+    """The best top_k experts: (expert, key of slot `lane`; key of slot 0; sum over all experts).
 
-    raw: the lane's logits from `load_logits`.
+    The sum is that of exp(logit - best), where the weights need it.
     """
     lane = cute.arch.lane_idx()
     packed = cutlass.const_expr(is_packed(raw))
-    keys, experts = sort_candidates(raw)
+    keys = sort_candidates(raw, spec)
     total = Float32(0.0)
     if cutlass.const_expr(spec.scoring_func == "softmax" and not spec.renormalize):
-        top = key_to_logit(cute.arch.warp_redux_sync(keys[0], "max"), packed)
-        for i in cutlass.range_constexpr(PER_LANE):
-            total = total + exp_(key_to_logit(keys[i], packed) - top)
+        best = Int32(TAKEN)
+        for n in cutlass.range_constexpr(cute.size(keys)):
+            best = cutlass.max(best, keys[n])
+        top = key_to_logit(cute.arch.warp_redux_sync(best, "max"), packed)
+        for n in cutlass.range_constexpr(cute.size(keys)):
+            if keys[n] != Int32(TAKEN):
+                total = total + exp_(key_to_logit(keys[n], packed) - top)
         total = cute.arch.warp_reduction_sum(total)
     my_key = Int32(0)
     my_pick = Int32(0)
     first = Int32(0)
     for k in cutlass.range_constexpr(spec.top_k):
-        key, expert = pop_best(keys, experts, packed)
+        key, expert = pop_best(keys, packed)
         if cutlass.const_expr(k == 0):
             first = key
         if lane == k:
             my_key = key
             my_pick = expert
-    logit = key_to_logit(my_key, packed)
+    return my_pick, my_key, first, total
+
+
+@cute.jit
+def weigh(key: Int32, first: Int32, total: Float32, packed: cutlass.Constexpr, spec) -> Float32:
+    """The routing weight of slot `lane`, from what `select` found."""
+    lane = cute.arch.lane_idx()
+    logit = key_to_logit(key, packed)
     score = Float32(0.0)
     if lane < spec.top_k:
         if cutlass.const_expr(spec.scoring_func == "softmax"):
@@ -153,9 +228,79 @@ def route_token(raw: cute.Tensor, token: Int32, shared: Shared, spec: cutlass.Co
         total = cute.arch.fmax(cute.arch.warp_reduction_sum(score), Float32(2.0**-126))
     if cutlass.const_expr(spec.renormalize or spec.scoring_func == "softmax"):
         score = divide(score, total)
+    return score
+
+
+@cute.jit
+def route_token(
+    routing: Logits, raw: cute.Tensor, token: Int32, shared: Shared, spec: cutlass.Constexpr
+):
+    """Enter the picks and weights of `token`; one warp. raw: its logits from `load_logits`."""
+    lane = cute.arch.lane_idx()
+    cta, _, _ = cute.arch.block_idx()
+    expert, key, first, total = select(raw, spec)
+    weight = weigh(key, first, total, is_packed(raw), spec)
     if lane < spec.top_k:
-        shared.pick[token * 8 + lane] = my_pick
-        shared.weight[token * 8 + lane] = score
-        cute.arch.atomic_or(
-            shared.mask.iterator + my_pick, Int32(1) << token, sem="relaxed", scope="cta"
-        )
+        shared.pick[token * spec.top_k + lane] = expert
+        shared.weight[token * spec.top_k + lane] = weight
+        if cutlass.const_expr(routing.ids is not None):
+            if cta == 0:
+                routing.ids[token, lane] = expert
+                routing.weights[token, lane] = weight
+
+
+@cute.jit
+def load_pick(routing: Given, token: Int32, spec: cutlass.Constexpr) -> Int32:
+    """The expert here of slot `lane` of a token; -1 beyond top_k and for what is to be skipped."""
+    lane = cute.arch.lane_idx()
+    limit = cutlass.const_expr(spec.mapped_experts or spec.num_experts)
+    expert = Int32(-1)
+    if lane < spec.top_k:
+        given = routing.ids[token, lane]
+        if (given >= 0) & (given < limit):
+            expert = given.to(Int32)
+    if cutlass.const_expr(routing.expert_map is not None):
+        if expert >= 0:
+            expert = routing.expert_map[expert]
+            if (expert < 0) | (expert >= spec.num_experts):
+                expert = Int32(-1)
+    return expert
+
+
+@cute.jit
+def read_token(
+    routing: Given, expert: Int32, token: Int32, shared: Shared, spec: cutlass.Constexpr
+):
+    """Enter the given picks and weights of `token`; one warp. expert: from `load_pick`."""
+    lane = cute.arch.lane_idx()
+    if lane < spec.top_k:
+        shared.pick[token * spec.top_k + lane] = expert
+        shared.weight[token * spec.top_k + lane] = routing.weights[token, lane].to(Float32)
+
+
+@cute.jit
+def early_expert(found, rank: Int32, spec: cutlass.Constexpr):
+    """The rank-th distinct expert of token 0: (expert, whether it is known from this token alone).
+
+    found: the lane's logits or its pick.
+    """
+    expert = Int32(0)
+    known = Boolean(rank < spec.top_k)
+    if cutlass.const_expr(spec.routing == "logits"):
+        if known:
+            keys = sort_candidates(found, spec)
+            for _ in cutlass.range(rank + 1, unroll=1):
+                _, expert = pop_best(keys, is_packed(found))
+    else:
+        lane = cute.arch.lane_idx()
+        key = found
+        if found < 0:
+            key = -1 - lane
+        same = cute.arch.match_sync(Int32(-1), key, kind="any")
+        fresh = (found >= 0) & ((same & ((Int32(1) << lane) - 1)) == 0)
+        ballot = cute.arch.vote_ballot_sync(fresh)
+        known = Boolean(rank < cute.arch.popc(ballot))
+        mine = fresh & (cute.arch.popc(ballot & ((Int32(1) << lane) - 1)) == rank)
+        holder = cute.arch.vote_ballot_sync(mine)
+        expert = cute.arch.shuffle_sync(found, offset=cute.arch.popc((holder & -holder) - 1) & 31)
+    return expert, known

@@ -13,12 +13,29 @@ from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from cute_moe.kernels.device.policy import EVICT_FIRST
+from cute_moe.kernels.device.ring import (
+    acquire_for_copy,
+    arrive_warp,
+    full_barrier,
+    stage_of,
+    wait_empty,
+    wait_full,
+)
 from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe.memory import FEW_CHUNKS, Shared, arrive_warp
-from cute_moe.kernels.moe.routing import is_packed, pop_best, sort_candidates
-from cute_moe.kernels.moe.spec import GROUP, STAGE_BYTES
+from cute_moe.kernels.moe.memory import (
+    ACTIVE,
+    LOADER_WARPS,
+    ROWS,
+    WARP,
+    Shared,
+    down_strides,
+    swizzle_atom,
+)
+from cute_moe.kernels.moe.routing import early_expert
+from cute_moe.kernels.moe.spec import ATOM_ROWS, BLOCK, STAGE_BYTES, MoeSpec
 
-EARLY_STAGES = 2  # not awaited before the loaders may read few chunks of h
+EARLY_STAGES = 2  # not awaited before the loaders may read few rows of h
+FEW_ROWS = 2 * LOADER_WARPS  # read by the loaders in one go each
 
 
 class Weights(NamedTuple):
@@ -31,156 +48,267 @@ class Weights(NamedTuple):
     scales_up: cute.Tensor
 
 
-@cute.jit
-def acquire(shared: Shared, step: Int32, num_bytes: Int32, spec: cutlass.Constexpr):
-    """Wait until the stage of ring step `step` is free, then announce `num_bytes`."""
-    stage = step % spec.stages
-    cute.arch.mbarrier_wait(shared.empty + stage, ((step // spec.stages) & 1) ^ 1)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(shared.full + stage, num_bytes)
+def up_view(w: cute.Tensor, spec: MoeSpec):
+    """w13 [E, 2N, K] as ((8 rows, halves, row groups), (128, K/128)) so that one box is one stage.
 
-
-@cute.jit
-def first_expert(raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
-    """Expert of this CTA's first unit, from token 0 alone where possible: (expert, has one).
-
-    raw: this lane's logits of token 0.
+    Raw rows: the halves of all experts stand N K apart, so (half, expert) is one mode of 2E.
+    Interleaved rows: the 16-row groups of all experts stand 16 K apart.
     """
-    cta, _, _ = cute.arch.block_idx()
-    rank = spec.first_unit(cta) // spec.units_per_expert
-    expert = Int32(0)
-    has = Boolean(True)
-    if rank < spec.top_k:
-        keys, experts = sort_candidates(raw)
-        for _ in cutlass.range(rank + 1, unroll=1):
-            _, expert = pop_best(keys, experts, is_packed(raw))
+    k, n, e = spec.hidden, spec.intermediate, spec.num_experts
+    if spec.interleave_up:
+        rows, strides = (8, 2 * e, n // 8), (k, n * k, 8 * k)
     else:
+        rows, strides = (8, 2, e * n // 8), (k, 8 * k, 16 * k)
+    layout = cute.make_layout((rows, (BLOCK, k // BLOCK)), stride=(strides, (1, BLOCK)))
+    return cute.make_tensor(w.iterator, layout)
+
+
+def up_box(spec: MoeSpec):
+    """TMA tile of the up weights: 8 gate rows, 8 up rows and so on by the blocks of a stage."""
+    return (8, 2, spec.rows // 16), (BLOCK, spec.stage_blocks)
+
+
+def up_box_layout(spec: MoeSpec):
+    """Where an up box lands."""
+    shape = (spec.rows, BLOCK * spec.stage_blocks)
+    return cute.tile_to_shape(swizzle_atom(), shape, (0, 1))
+
+
+def down_view(w: cute.Tensor, spec: MoeSpec):
+    """w2 [E, K, N] as ((8, K/8), features, E): features (128, N/128), or plain where 128 does
+    not divide N: a box past the end is filled with zeros."""
+    k, n, e = spec.hidden, spec.intermediate, spec.num_experts
+    features, strides = ((BLOCK, n // BLOCK), (1, BLOCK)) if spec.whole_blocks else (n, 1)
+    layout = cute.make_layout(((8, k // 8), features, e), stride=((n, 8 * n), strides, k * n))
+    return cute.make_tensor(w.iterator, layout)
+
+
+def down_box(spec: MoeSpec):
+    """TMA tile of the down weights of one expert: the columns of a block by a step, or by 128."""
+    rows = (ATOM_ROWS, spec.column_atoms)
+    return (rows, (BLOCK, spec.step_blocks), 1) if spec.whole_blocks else (rows, BLOCK, 1)
+
+
+def down_box_layout(spec: MoeSpec):
+    """Where a down box lands: (columns, features, 1 expert), dense."""
+    blocks = spec.step_blocks if spec.whole_blocks else 1
+    return cute.tile_to_shape(swizzle_atom(), (spec.columns, BLOCK * blocks, 1), (1, 0, 2))
+
+
+@cute.jit
+def first_expert(found, shared: Shared, spec: cutlass.Constexpr):
+    """Expert of this CTA's first unit, from token 0 alone where possible: (expert, has one)."""
+    cta, _, _ = cute.arch.block_idx()
+    rank = Int32(spec.first_unit(cta) // spec.units_per_expert)
+    expert, has = early_expert(found, rank, spec)
+    if not has:
         cute.arch.mbarrier_wait(shared.lists, 0)
-        has = Boolean(rank < shared.meta[0])
+        has = Boolean(rank < shared.meta[ACTIVE])
         if has:
             expert = shared.experts[rank]
     return expert, has
 
 
+def unit_scale_row(own, half, spec: MoeSpec):
+    """Bytes from `up_scale` to the gate (half 0) or up scales of this CTA's own-th unit."""
+    row_bytes = -(-spec.unit_scale_bytes // 16) * 16
+    return (own % spec.unit_scale_slots * 2 + half) * row_bytes
+
+
 @cute.jit
-def copy_unit_scales(
-    weights: Weights, unit: Int32, expert: Int32, stage: Int32, shared: Shared, spec
-):
-    """The scales of a unit's gate and up rows; they complete on the barrier of `stage`."""
-    cta, _, _ = cute.arch.block_idx()
+def copy_unit_scales(weights: Weights, own: Int32, unit: Int32, expert: Int32, step, shared, spec):
+    """The scales of a unit's gate and up rows, by bulk copies on the barrier of `step`."""
     dtype = weights.scales_up.element_type
     atom = cute.make_copy_atom(
         cpasync.CopyBulkG2SOp(), dtype, num_bits_per_copy=8 * spec.unit_scale_bytes
     )
-    own = unit // spec.grid
-    block = unit % spec.units_per_expert * 32 // 128
-    row = cute.make_layout(spec.k_blocks)
+    row = cute.make_layout(spec.unit_scales)
     with cute.arch.elect_one():
         for half in cutlass.range_constexpr(2):
-            source = (expert * 2 + half) * spec.h_blocks + block
+            source = scale_source(unit, expert, half, spec)
+            target = cute.recast_ptr(shared.up_scale + unit_scale_row(own, half, spec), dtype=dtype)
             cute.copy(
                 atom,
-                cute.make_tensor(
-                    (weights.scales_up.iterator + source * spec.k_blocks).align(16), row
-                ),
-                cute.make_tensor(
-                    (shared.up_scale.iterator + (own * 2 + half) * spec.k_blocks).align(16), row
-                ),
-                mbar_ptr=shared.full + stage,
+                cute.make_tensor((weights.scales_up.iterator + source).align(16), row),
+                cute.make_tensor(target.align(16), row),
+                mbar_ptr=full_barrier(shared.weights, step),
             )
 
 
 @cute.jit
-def stream_up(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
-    """Issue every up unit of this CTA; returns the number of ring steps taken."""
+def store_unit_scales(weights: Weights, own: Int32, unit: Int32, expert: Int32, shared, spec):
+    """The same by plain loads, where a row of scales is no multiple of 16 bytes.
+
+    Before the arrival that announces the unit's first stage, which publishes the stores.
+    """
+    dtype = weights.scales_up.element_type
+    for half in cutlass.range_constexpr(2):
+        source = weights.scales_up.iterator + scale_source(unit, expert, half, spec)
+        target = cute.recast_ptr(shared.up_scale + unit_scale_row(own, half, spec), dtype=dtype)
+        for i in cutlass.range(cute.arch.lane_idx(), spec.unit_scales, WARP, unroll=1):
+            value = cute.make_tensor(source + i, cute.make_layout(1))[0]
+            cute.make_tensor(target + i, cute.make_layout(1))[0] = value
+    cute.arch.sync_warp()
+
+
+def scale_source(unit, expert, half, spec: MoeSpec):
+    """Element of the up scales at which the row of a unit's gate or up rows starts."""
+    feature = unit % spec.units_per_expert * spec.unit_features
+    blocks = spec.intermediate // spec.scale_block
+    return ((expert * 2 + half) * blocks + feature // spec.scale_block) * spec.unit_scales
+
+
+def up_stages(shared: Shared, spec: MoeSpec) -> cute.Tensor:
+    """The ring as targets of up boxes: (rows, features of a stage, stages)."""
+    box = up_box_layout(spec).outer
+    layout = cute.append(box, cute.make_layout(spec.stages, stride=STAGE_BYTES))
+    return cute.make_tensor(_swizzled(shared.ring), layout)
+
+
+def down_targets(shared: Shared, spec: MoeSpec) -> cute.Tensor:
+    """The ring as targets of down boxes: (columns, features, 1, box, expert, stages)."""
+    box = down_box_layout(spec).outer
+    boxes = 1 if spec.whole_blocks else spec.step_blocks
+    block_stride = down_strides(spec)[1]
+    rest = cute.make_layout(
+        (boxes, spec.group, spec.stages), stride=(block_stride, cute.cosize(box), STAGE_BYTES)
+    )
+    layout = cute.make_layout((*box.shape, *rest.shape), stride=(*box.stride, *rest.stride))
+    return cute.make_tensor(_swizzled(shared.ring), layout)
+
+
+def _swizzled(ptr: cute.Pointer) -> cute.Pointer:
+    return cute.recast_ptr(ptr, swizzle_atom().inner, ptr.dtype)
+
+
+@cute.jit
+def stream_up(weights: Weights, found, shared: Shared, spec: cutlass.Constexpr):
+    """Issue every up unit of this CTA; returns the number of ring steps taken.
+
+    found: of token 0, what `early_expert` takes.
+    """
     cta, _, _ = cute.arch.block_idx()
     tiles = cute.local_tile(weights.up, up_box(spec), (None, None))
+    stages = up_stages(shared, spec)
     dst, src = cpasync.tma_partition(
         weights.up_atom,
         0,
         cute.make_layout(1),
-        cute.group_modes(shared.up, 0, 2),
+        cute.group_modes(stages, 0, 2),
         cute.group_modes(tiles, 0, 2),
     )
-    per_expert = cutlass.const_expr(spec.units_per_expert)
-    expert, has = first_expert(raw, shared, spec)
+    bulk_scales = cutlass.const_expr(spec.unit_scale_bytes % 16 == 0)
+    expert, has = first_expert(found, shared, spec)
     stamp(shared.trace, "first_copy", spec)
     unit = Int32(spec.first_unit(cta))
+    own = Int32(0)
     step = Int32(0)
     while has:
         for s in cutlass.range(spec.unit_stages, unroll=1):
-            num_bytes = Int32(STAGE_BYTES)
+            num_bytes = Int32(spec.up_stage_bytes)
             if s == 0:
-                num_bytes = Int32(STAGE_BYTES + 2 * spec.unit_scale_bytes)
-            acquire(shared, step, num_bytes, spec)
-            stage = step % spec.stages
-            part = unit % per_expert
+                if cutlass.const_expr(bulk_scales):
+                    num_bytes = Int32(spec.up_stage_bytes + 2 * spec.unit_scale_bytes)
+                else:
+                    wait_empty(shared.weights, step)
+                    store_unit_scales(weights, own, unit, expert, shared, spec)
+            acquire_for_copy(shared.weights, step, num_bytes)
+            part = unit % spec.units_per_expert
             if cutlass.const_expr(spec.interleave_up):
                 coord = ((0, expert, part), (0, s))
             else:
-                coord = ((0, 0, expert * per_expert + part), (0, s))
+                coord = ((0, 0, expert * spec.units_per_expert + part), (0, s))
             cute.copy(
                 weights.up_atom,
                 src[(None, *coord)],
-                dst[None, stage],
-                tma_bar_ptr=shared.full + stage,
+                dst[None, stage_of(shared.weights, step)],
+                tma_bar_ptr=full_barrier(shared.weights, step),
                 cache_policy=Int64(EVICT_FIRST),
             )
-            if s == 0:
-                copy_unit_scales(weights, unit, expert, stage, shared, spec)
+            if cutlass.const_expr(bulk_scales):
+                if s == 0:
+                    copy_unit_scales(weights, own, unit, expert, step, shared, spec)
             step = step + 1
         unit = unit + spec.grid
+        own = own + 1
         cute.arch.mbarrier_wait(shared.lists, 0)
-        has = Boolean(unit // per_expert < shared.meta[0])
+        has = Boolean(unit // spec.units_per_expert < shared.meta[ACTIVE])
         if has:
-            expert = shared.experts[unit // per_expert]
+            expert = shared.experts[unit // spec.units_per_expert]
     return step
 
 
-def up_box(spec):
-    """TMA tile of the up weights: 4 x (8 gate rows, 8 up rows) by two blocks of 128."""
-    return (8, 2, 4), (128, 2)
+@cute.jit
+def copy_step(
+    weights: Weights, src, dst, first: Int32, left: Int32, block: Int32, number: Int32, step,
+    shared: Shared, spec: cutlass.Constexpr,
+):  # fmt: skip
+    """Step `number` of the `left` experts from `first` on, of one column block, as ring step."""
+    acquire_for_copy(shared.weights, step, left * spec.down_box_bytes)
+    if cutlass.const_expr(spec.step_stages == 2):
+        acquire_for_copy(shared.weights, step + 1, 0)  # its bytes are announced with the first's
+    stage = stage_of(shared.weights, step)
+    boxes = cutlass.const_expr(1 if spec.whole_blocks else spec.step_blocks)
+    for i in cutlass.range(left, unroll=1):
+        expert = shared.experts[first + i]
+        for box in cutlass.range_constexpr(boxes):
+            if cutlass.const_expr(spec.whole_blocks):
+                features = (0, number)
+            else:
+                features = number * boxes + box
+            cute.copy(
+                weights.down_atom,
+                src[None, (0, block), features, expert],
+                dst[None, box, i, stage],
+                tma_bar_ptr=full_barrier(shared.weights, step),
+                cache_policy=Int64(EVICT_FIRST),
+            )
 
 
 @cute.jit
 def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Issue this CTA's column blocks of every active expert, two experts a stage; the step after.
+    """Issue this CTA's column blocks of every active expert; the step after them.
 
-    All column blocks of a group of four experts come before the next group.
+    Group by group, slice by slice, column block by column block.
     """
     cta, _, _ = cute.arch.block_idx()
-    tiles = cute.local_tile(weights.down, ((8, 2), (128, spec.h_blocks), 1), (None, None, None))
+    tiles = cute.local_tile(weights.down, down_box(spec), (None, None, None))
     dst, src = cpasync.tma_partition(
         weights.down_atom,
         0,
         cute.make_layout(1),
-        cute.group_modes(shared.down_box, 0, 3),
+        cute.group_modes(down_targets(shared, spec), 0, 3),
         cute.group_modes(tiles, 0, 3),
     )
-    active = shared.meta[0]
-    for group in cutlass.range((active + GROUP - 1) // GROUP, unroll=1):
-        for column in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
-            for pair in cutlass.range(2 * group, 2 * group + 2, unroll=1):
-                left = cutlass.max(cutlass.min(active - 2 * pair, 2), 0)
-                acquire(shared, step, left * (STAGE_BYTES // 2), spec)
-                stage = step % spec.stages
-                for i in cutlass.range(left, unroll=1):
-                    expert = shared.experts[2 * pair + i]
-                    cute.copy(
-                        weights.down_atom,
-                        src[None, (0, column), (0, 0), expert],
-                        dst[None, 2 * stage + i],
-                        tma_bar_ptr=shared.full + stage,
-                        cache_policy=Int64(EVICT_FIRST),
-                    )
-                step = step + 1
+    active = shared.meta[ACTIVE]
+    for first in cutlass.range(0, active, spec.group, unroll=1):
+        left = cutlass.min(active - first, spec.group)
+        for slice_ in cutlass.range(spec.slices, unroll=1):
+            for block in cutlass.range(cta, spec.column_blocks, spec.grid, unroll=1):
+                for s in cutlass.range(spec.slice_steps, unroll=1):
+                    number = slice_ * spec.slice_steps + s
+                    copy_step(weights, src, dst, first, left, block, number, step, shared, spec)
+                    step = step + spec.step_stages
     return step
 
 
 @cute.jit
-def produce(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Constexpr):
-    """The producer warp's whole life; raw: this lane's logits of token 0."""
-    step = stream_up(weights, raw, shared, spec)
+def few_rows(shared: Shared, spec: cutlass.Constexpr):
+    """Whether h is so little that its loaders wait for the weights first.
+
+    All down weights of the CTA must then fit the ring, since they land without any h.
+    """
+    cta, _, _ = cute.arch.block_idx()
+    groups = (shared.meta[ACTIVE] + spec.group - 1) // spec.group
+    own = (spec.column_blocks - cta + spec.grid - 1) // spec.grid
+    fits = groups * own * spec.steps * spec.step_stages <= spec.stages
+    return fits & (shared.meta[ROWS] * spec.slices <= FEW_ROWS)
+
+
+@cute.jit
+def produce(weights: Weights, found, shared: Shared, spec: cutlass.Constexpr):
+    """The producer warp's whole life; found: of token 0, what `early_expert` takes."""
+    step = stream_up(weights, found, shared, spec)
     stamp(shared.trace, "up_issued", spec)
     arrive_warp(shared.gate)
     cute.arch.mbarrier_wait(shared.lists, 0)
@@ -188,10 +316,10 @@ def produce(weights: Weights, raw: cute.Tensor, shared: Shared, spec: cutlass.Co
     stamp(shared.trace, "down_issued", spec)
     first = cutlass.max(step - spec.stages, 0)
     enough = step - 1
-    if shared.meta[1] <= FEW_CHUNKS:
+    if few_rows(shared, spec):
         enough = cutlass.max(enough - EARLY_STAGES, first)
     for s in cutlass.range(first, step, unroll=1):
-        cute.arch.mbarrier_wait(shared.full + s % spec.stages, (s // spec.stages) & 1)
+        wait_full(shared.weights, s)
         if s == enough:
             arrive_warp(shared.landed)
     stamp(shared.trace, "landed", spec)

@@ -6,110 +6,117 @@ parities that they wait for never alias.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import BFloat16, Float32, Int32
 
-from cute_moe.kernels.device.quant import RESIDUAL
-from cute_moe.kernels.device.trace import stamp
-from cute_moe.kernels.moe.memory import Shared, arrive_warp, k_blocks_per_stage
-from cute_moe.kernels.moe.spec import MoeSpec
-
-
-def tiled_mma(spec: MoeSpec, weights=warpgroup.OperandSource.SMEM):
-    """One warpgroup's FP8 WGMMA, weights as A (64 rows), activations as B (8 columns a term)."""
-    op = warpgroup.MmaF8Op(
-        Float8E4M3FN,
-        Float8E4M3FN,
-        Float32,
-        (64, 8 * spec.terms, 32),
-        weights,
-        OperandMajorMode.K,
-        OperandMajorMode.K,
-    )
-    return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
-
-
-def accumulators(mma: cute.TiledMma, blocks: int, spec: MoeSpec) -> list[cute.Tensor]:
-    """One accumulator for every WGMMA of `blocks` blocks of 128."""
-    shape = mma.partition_shape_C((64, 8 * spec.terms))
-    return [mma.make_fragment_C(shape) for _ in range(4 * blocks)]
+from cute_moe.kernels.device.ring import release_by_warps, stage_of, wait_full
+from cute_moe.kernels.moe.lists import to_scale
+from cute_moe.kernels.moe.memory import ACTIVE, CONSUMER_WARPS, PARITY, Shared, dtype_of
+from cute_moe.kernels.moe.product import (
+    BLOCK_MMAS,
+    VALUES,
+    Segment,
+    accumulators,
+    add_products,
+    tiled_mma,
+)
+from cute_moe.kernels.moe.spec import BLOCK, MAX_TOKENS, MoeSpec
+from cute_moe.kernels.moe.stream import unit_scale_row
 
 
 @cute.jit
-def issue(
-    mma: cute.TiledMma, accs, a: cute.Tensor, a_first: cutlass.Constexpr, b: cute.Tensor, b_first
-):
-    """Start one WGMMA (K = 32) into each accumulator; a, b: (MMA, 1, K / 32).
-
-    None accumulates onto another: the FP8 accumulator keeps fewer bits than fp32. Each block of 128
-    is a group of its own for `wait_group`.
-    """
-    warpgroup.fence()
-    mma.set(warpgroup.Field.ACCUMULATE, False)
-    for k in cutlass.range_constexpr(len(accs)):
-        a_k, b_k = a[None, None, a_first + k], b[None, None, b_first + k]
-        cute.gemm(mma, accs[k], a_k, b_k, accs[k])
-        if cutlass.const_expr(k % 4 == 3):
-            warpgroup.commit_group()
-
-
-@cute.jit
-def block_sum(accs, block: cutlass.Constexpr, i: cutlass.Constexpr) -> Float32:
-    """Element i (0..3) of the fp32 sum over the four WGMMAs and the terms of a block of 128."""
-    a, b, c, d = accs[4 * block : 4 * block + 4]
-    total = (a[i] + b[i]) + (c[i] + d[i])
-    if cutlass.const_expr(cute.size(a) == 8):
-        rest = (a[4 + i] + b[4 + i]) + (c[4 + i] + d[4 + i])
-        total = total + rest * Float32(1.0 / RESIDUAL)
-    return total
-
-
-@cute.jit
-def skip_stages(count: cutlass.Constexpr, step: Int32, shared: Shared, spec: cutlass.Constexpr):
+def skip_stages(count, step: Int32, shared: Shared, spec: cutlass.Constexpr):
     """Wait for and release `count` stages that the other warpgroup works on."""
     for _ in cutlass.range(count, unroll=1):
-        stage = step % spec.stages
-        cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
-        arrive_warp(shared.empty + stage)
+        wait_full(shared.weights, step)
+        release_by_warps(shared.weights, step, CONSUMER_WARPS)
         step = step + 1
-    return step
+
+
+def unit_scales(own: Int32, part: int, shared: Shared, spec: MoeSpec) -> cute.Tensor:
+    """Scales of the gate (part 0) or up rows of this CTA's own-th unit, as stored."""
+    start = shared.up_scale + unit_scale_row(own, part, spec)
+    ptr = cute.recast_ptr(start, dtype=dtype_of(spec.scales_up_dtype))
+    return cute.make_tensor(ptr, cute.make_layout(spec.unit_scales))
+
+
+def unit_factors(rows, block, column: Int32, shared: Shared, spec: MoeSpec):
+    """What `add_products` takes for a block of 128 features: of gate and up rows, two tokens."""
+    x_scale = [shared.x_scale[block * MAX_TOKENS + column + i] for i in range(2)]
+    per_block = BLOCK // spec.scale_block_hidden
+    factors = []
+    for at in range(per_block):
+        weight_scales = [to_scale(row[per_block * block + at]) for row in rows]
+        factors.append([w * x for w in weight_scales for x in x_scale])
+    return factors
+
+
+class Unit(NamedTuple):
+    """What the stages of one up unit share, in one thread."""
+
+    a: cute.Tensor
+    b: cute.Tensor
+    rows: list[cute.Tensor]  # scales of the gate and of the up rows
+    own: Int32  # number among the CTA's units
+    step: Int32  # of the ring, of its first stage
+    column: Int32  # of the thread's first token
+
+
+def unit_segment(unit: Unit, s, shared: Shared, spec: MoeSpec) -> Segment:
+    """Stage s of a unit."""
+    step = unit.step + s
+    stage = cute.arch.make_warp_uniform(stage_of(shared.weights, step))
+    return Segment(
+        unit.a[None, None, None, stage],
+        0,
+        unit.b,
+        BLOCK_MMAS * spec.stage_blocks * s,
+        spec.stage_blocks,
+        lambda: wait_full(shared.weights, step),
+        lambda: release_unit_stage(s, step, shared, spec),
+    )
+
+
+@cute.jit
+def add_stage(unit: Unit, s, accs, total, shared: Shared, spec: cutlass.Constexpr):
+    """Add the products of stage s to `total`."""
+    blocks = cutlass.const_expr(spec.stage_blocks)
+    add_products(
+        total,
+        tiled_mma(spec),
+        accs,
+        [unit_segment(unit, s, shared, spec)],
+        lambda block: unit_factors(unit.rows, blocks * s + block, unit.column, shared, spec),
+        release_first=True,
+    )
 
 
 @cute.jit
 def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Gate and up sums of one unit: (rmem fp32 [4]: gate of two tokens, up of the same, step)."""
+    """Gate and up sums of one unit: rmem fp32 [4], gate of two tokens, up of the same."""
     mma = tiled_mma(spec)
     thread = mma.get_slice(tid)
     a = mma.make_fragment_A(thread.partition_A(shared.up))
     b = mma.make_fragment_B(thread.partition_B(shared.x))
-    accs = accumulators(mma, k_blocks_per_stage(), spec)
-    total = cute.make_rmem_tensor(4, Float32)
+    rows = [unit_scales(own, part, shared, spec) for part in range(2)]
+    unit = Unit(a, b, rows, own, step, 2 * (tid & 3))
+    total = cute.make_rmem_tensor(VALUES, Float32)
     total.fill(0.0)
-    column = 2 * (tid & 3)
+    accs = accumulators(mma, spec.stage_blocks, spec)
     for s in cutlass.range(spec.unit_stages, unroll=1):
-        stage = cute.arch.make_warp_uniform(step % spec.stages)
-        cute.arch.mbarrier_wait(shared.full + stage, (step // spec.stages) & 1)
-        if (own + s == 0) & (tid < 32):
-            stamp(shared.trace, "first_tile", spec)
-        issue(mma, accs, a[None, None, None, stage], 0, b, 8 * s)
-        scale = cute.make_rmem_tensor((4, 2), Float32)
-        for block in cutlass.range_constexpr(k_blocks_per_stage()):
-            kb = 2 * s + block
-            gate = shared.up_scale[2 * own * spec.k_blocks + kb].to(Float32)
-            up = shared.up_scale[(2 * own + 1) * spec.k_blocks + kb].to(Float32)
-            for i in cutlass.range_constexpr(2):
-                x_scale = shared.x_scale[kb * 8 + column + i]
-                scale[i, block] = gate * x_scale
-                scale[2 + i, block] = up * x_scale
-        warpgroup.wait_group(0)
-        arrive_warp(shared.empty + stage)
-        for block in cutlass.range_constexpr(k_blocks_per_stage()):
-            for i in cutlass.range_constexpr(4):
-                total[i] = total[i] + block_sum(accs, block, i) * scale[i, block]
-        step = step + 1
-    return total, step
+        add_stage(unit, s, accs, total, shared, spec)
+    return total
+
+
+@cute.jit
+def release_unit_stage(s: Int32, step: Int32, shared: Shared, spec: cutlass.Constexpr):
+    """Free stage s of a unit; behind its last one, the place of its scales is free as well."""
+    if s + 1 == spec.unit_stages:
+        cute.arch.fence_view_async_shared()  # Plain reads, then the next bulk copy.
+    release_by_warps(shared.weights, step, CONSUMER_WARPS)
 
 
 @cute.jit
@@ -125,14 +132,15 @@ def silu_mul(gate: Float32, up: Float32) -> Float32:
 def h_place(unit: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr) -> Int32:
     """Word of h that this thread of a warpgroup has of a unit, or -1: token lane / 4, two features.
 
-    A unit makes 32 features for the tokens routed to its expert.
+    A unit makes its features for the tokens routed to its expert; a warp has 8 of them.
     """
     lane = tid & 31
     token = lane >> 2
-    slot = shared.slot_of[(unit // spec.units_per_expert) * 8 + token]
-    feature = (unit % spec.units_per_expert) * 32 + (tid >> 5) * 8 + 2 * (lane & 3)
-    place = ((token * 8 + slot) * spec.intermediate + feature) // 2
-    if slot < 0:
+    feature = (tid >> 5) * 8 + 2 * (lane & 3)
+    pair = shared.pair_of[(unit // spec.units_per_expert) * MAX_TOKENS + token]
+    first = unit % spec.units_per_expert * spec.unit_features
+    place = (pair * spec.intermediate + first + feature) // 2
+    if (pair < 0) | (feature >= spec.unit_features):
         place = Int32(-1)
     return place
 
@@ -165,20 +173,21 @@ def publish_h(total: cute.Tensor, h_out: cute.Pointer, place: Int32):
 
 @cute.jit
 def up_phase(
-    tid: Int32, group: Int32, h_words: cute.Pointer, shared: Shared, spec: cutlass.Constexpr
+    tid: Int32, half: Int32, h_words: cute.Pointer, shared: Shared, spec: cutlass.Constexpr
 ):
     """All up units of this CTA; returns the ring step after them."""
     cta, _, _ = cute.arch.block_idx()
-    units = shared.meta[0] * spec.units_per_expert
-    h_out = h_words + shared.meta[2] * spec.h_words
+    units = shared.meta[ACTIVE] * spec.units_per_expert
+    h_out = h_words + shared.meta[PARITY] * spec.h_words
     step = Int32(0)
     own = Int32(0)
     for unit in cutlass.range(spec.first_unit(cta), units, spec.grid, unroll=1):
-        if (own & 1) == group:
+        if (own & 1) == half:
             place = h_place(unit, tid, shared, spec)
-            total, step = up_unit(own, step, tid, shared, spec)
+            total = up_unit(own, step, tid, shared, spec)
             publish_h(total, h_out, place)
         else:
-            step = skip_stages(spec.unit_stages, step, shared, spec)
+            skip_stages(spec.unit_stages, step, shared, spec)
+        step = step + spec.unit_stages
         own = own + 1
     return step

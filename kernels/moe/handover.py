@@ -288,9 +288,6 @@ def stage_some(
     at_once = cutlass.const_expr(WARP // width)
     mine = at.item + cute.arch.lane_idx() // width * LOADER_WARPS
     item = find_item(cutlass.min(mine, items - 1), at.group, shared, spec)
-    # Where the next item is: found early, since the last arrivals end the launch.
-    following = at.item + at_once * LOADER_WARPS
-    next_turn, next_group = turn_of(following, items, at.group, shared, spec)
     taken = Boolean(mine < end)
     if cutlass.const_expr(spec.slots_reused):
         # The loader must not wait for a slot that needs its own arrival on an earlier one.
@@ -299,6 +296,9 @@ def stage_some(
     words.fill(1)
     if taken:
         load_pieces(h_in, item, words, spec)
+    # Where the next item is: found while the loads run, since the last arrivals end the launch.
+    following = at.item + at_once * LOADER_WARPS
+    next_turn, next_group = turn_of(following, items, at.group, shared, spec)
     if not cute.arch.vote_any_sync(missing(words)):
         staged = cute.arch.popc(cute.arch.vote_ballot_sync(taken)) // width
         free = at.free

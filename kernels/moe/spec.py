@@ -217,7 +217,12 @@ class MoeSpec:
 
     @property
     def unit_scale_slots(self) -> int:
-        """Units whose scales shared memory holds: those of the ring, and the one in use."""
+        """Units whose scales shared memory holds: those of the ring, and two.
+
+        The scales of unit n + slots are copied once step (n + slots) * unit_stages - stages is
+        free again. That is no earlier than the first step of unit n + 2, the next one of the
+        warpgroup that had unit n and that has then fenced its reads.
+        """
         return 2 + ceil_div(self.stages, self.unit_stages)
 
     def first_unit(self, cta):

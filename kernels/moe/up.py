@@ -76,7 +76,7 @@ def unit_segment(unit: Unit, s, shared: Shared, spec: MoeSpec) -> Segment:
         BLOCK_MMAS * spec.stage_blocks * s,
         spec.stage_blocks,
         lambda: wait_full(shared.weights, step),
-        lambda: release_unit_stage(s, step, shared, spec),
+        lambda: release_by_warps(shared.weights, step, CONSUMER_WARPS),
     )
 
 
@@ -106,17 +106,12 @@ def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.C
     total = cute.make_rmem_tensor(VALUES, Float32)
     total.fill(0.0)
     accs = accumulators(mma, spec.stage_blocks, spec)
+    # Between the plain reads of the scales of this warpgroup's last unit and the bulk copies to
+    # their place, which follow releases of stages of this unit: `unit_scale_slots`.
+    cute.arch.fence_view_async_shared()
     for s in cutlass.range(spec.unit_stages, unroll=1):
         add_stage(unit, s, accs, total, shared, spec)
     return total
-
-
-@cute.jit
-def release_unit_stage(s: Int32, step: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Free stage s of a unit; behind its last one, the place of its scales is free as well."""
-    if s + 1 == spec.unit_stages:
-        cute.arch.fence_view_async_shared()  # Plain reads, then the next bulk copy.
-    release_by_warps(shared.weights, step, CONSUMER_WARPS)
 
 
 @cute.jit

@@ -18,6 +18,10 @@ def _mono_moe() -> list[Kernel]:
     from cute_moe.kernels.moe import kernel
     from cute_moe.kernels.moe.spec import MoeSpec
 
+    given = {"routing": "ids"}
+    # Experts, K, N, top_k of models whole and in slices: one or two stages a step, slices or none,
+    # partial blocks, one or two column blocks a CTA, down weights in registers or in the ring.
+    coder = (512, 2048, 512, 10)
     specs = {
         "mono_moe": MoeSpec(),
         "mono_moe, bf16 activations": MoeSpec(activations="bf16"),
@@ -31,6 +35,53 @@ def _mono_moe() -> list[Kernel]:
             scales_up_dtype="bfloat16",
             scales_down_dtype="bfloat16",
             grid=16,
+        ),
+        "mono_moe, E512 K2048 N512 k10, routing out": MoeSpec(*coder, routing_out=True),
+        "mono_moe, E513 K512 N128 k16, fp32 logits": MoeSpec(
+            513, 512, 128, 16, logits_dtype="float32", renormalize=False
+        ),
+        "mono_moe, E1024 K512 N128 k16, fp32 logits": MoeSpec(
+            1024, 512, 128, 16, logits_dtype="float32", renormalize=False
+        ),
+        "mono_moe, E160 K5120 N1536 k8, e8m0 scales": MoeSpec(
+            160,
+            5120,
+            1536,
+            8,
+            scales_up_dtype="float8_e8m0fnu",
+            scales_down_dtype="float8_e8m0fnu",
+        ),
+        "mono_moe, E64 K2048 N768 k8": MoeSpec(64, 2048, 768, 8),
+        "mono_moe, E64 K7168 N256 k8, sigmoid, 114 SMs": MoeSpec(
+            64, 7168, 256, 8, scoring_func="sigmoid", grid=114
+        ),
+        "fused_experts, E256 K2048 N512 k8, programmatic": MoeSpec(**given, programmatic=True),
+        "fused_experts, E128 K4096 N192 k8, blocks of 64, int64, map": MoeSpec(
+            128,
+            4096,
+            192,
+            8,
+            **given,
+            ids_dtype="int64",
+            mapped_experts=512,
+            scale_block=64,
+            scale_block_hidden=64,
+            weights_dtype="bfloat16",
+        ),
+        "fused_experts, E128 K4096 N352 k8, blocks of 32": MoeSpec(
+            128, 4096, 352, 8, **given, scale_block=32
+        ),
+        "fused_experts, E32 K2048 N352 k8, blocks of 32, also of K": MoeSpec(
+            32, 2048, 352, 8, **given, scale_block=32, scale_block_hidden=32
+        ),
+        "fused_experts, E33 K4096 N384 k9": MoeSpec(33, 4096, 384, 9, **given),
+        "fused_experts, E256 K7168 N2048 k8, 78 SMs": MoeSpec(256, 7168, 2048, 8, **given, grid=78),
+        "fused_experts, E160 K5120 N1536 k8, bf16 activations": MoeSpec(
+            160, 5120, 1536, 8, **given, activations="bf16"
+        ),
+        "fused_experts, E8 K4096 N14336 k2": MoeSpec(8, 4096, 14336, 2, **given),
+        "fused_experts, E128 K4096 N704 k8, blocks of 64, bf16 activations": MoeSpec(
+            128, 4096, 704, 8, **given, scale_block=64, activations="bf16"
         ),
     }
     return _each(specs, kernel.build)

@@ -25,11 +25,15 @@ def test_machine_code(name, spec, build) -> None:
 def check_moe(report, spec: MoeSpec) -> None:
     counts = report.counts
     assert counts[f"QGMMA.64x{8 * spec.terms}x32"] == counts["QGMMA"] > 0
-    assert counts["LDSM"] == 4 * spec.h_blocks, "down weights that wait for h go to registers"
-    products = 8 + 2 * 4 * spec.h_blocks  # a stage of an up unit; down from registers and ring
+    from_registers = spec.weights_in_registers and spec.slices == 1
+    loads = 4 * spec.steps * spec.step_blocks if from_registers else 0
+    assert counts["LDSM"] == loads, "down weights that wait for h go to registers"
+    ways = 2 if from_registers else 1
+    products = 4 * spec.stage_blocks + ways * 4 * spec.slice_blocks
     assert counts["QGMMA"] == products, "unrolled, one accumulator each"
-    assert counts["UTMALDG.5D"] == (2 if spec.interleave_up else 1)
-    assert counts["UTMALDG"] == 2
+    boxes = 1 if spec.whole_blocks else spec.step_blocks
+    assert counts["UTMALDG"] == 1 + boxes
+    assert counts["UBLKCP"] == (2 if spec.unit_scale_bytes % 16 == 0 else 0)
     assert counts["USETMAXREG"] == 3, "one per role branch"
     assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"
     # Consumers, producer, lists, clearing, loaders: every role that touches global memory waits.

@@ -252,6 +252,21 @@ def skip_slots(first: Int32, count: Int32, shared: Shared, spec: cutlass.Constex
 
 
 @cute.jit
+def skip_group(group: Group, stages_too, shared: Shared, spec: cutlass.Constexpr):
+    """Wait for and release what the other warpgroup reads of its group; stages only if wanted.
+
+    Slice by slice: the other one may wait, with the stages of a slice, for a slot that is free
+    only when this one has released it, and the stages behind them do not come before that.
+    """
+    stages = spec.slice_steps * spec.step_stages * group.columns
+    for slice_ in cutlass.range(spec.slices, unroll=1):
+        if stages_too:
+            skip_stages(stages, group.first_step + slice_ * stages, shared, spec)
+        first = group.first_chunk * spec.slices + slice_ * group.chunks
+        skip_slots(first, group.chunks, shared, spec)
+
+
+@cute.jit
 def down_group_from_ring(group: Group, shared: Shared, spec: cutlass.Constexpr):
     """All chunks of one group, slice by slice: each for every own column block."""
     source = make_source(group.tid, OperandSource.SMEM, shared, spec)
@@ -327,8 +342,8 @@ def down_phase(
             wait_full(shared.scale_slots, number // spec.scale_batch)
         first = shared.group_chunks[number] & FIRST_MASK
         chunks = shared.group_chunks[number] >> COUNT_SHIFT
+        group = Group(number, tid, first, chunks, step, columns)
         if (number & 1) == half:
-            group = Group(number, tid, first, chunks, step, columns)
             few = (chunks <= spec.h_slots) & ((groups <= REGISTER_GROUPS) | (chunks > 1))
             if cutlass.const_expr(spec.weights_in_registers and spec.slices == 1):
                 if few:
@@ -338,9 +353,7 @@ def down_phase(
             else:
                 down_group_from_ring(group, shared, spec)
         else:
-            if refilled | (number + 1 < groups):
-                skip_stages(ring_steps * columns, step, shared, spec)
-            skip_slots(first * spec.slices, chunks * spec.slices, shared, spec)
+            skip_group(group, refilled | (number + 1 < groups), shared, spec)
         step = step + ring_steps * columns
         if (number + 1) % spec.scale_batch == 0:
             release_by_warps(shared.scale_slots, number // spec.scale_batch, CONSUMER_WARPS)

@@ -182,12 +182,24 @@ def exp_(x: Float32) -> Float32:
 
 
 @cute.jit
+def pop_slot(k, keys: cute.Tensor, slot, packed: cutlass.Constexpr):
+    """Pop the expert of slot k; slot: (expert, key of slot `lane`; key of slot 0), so far."""
+    my_pick, my_key, first = slot
+    key, expert = pop_best(keys, packed)
+    if k == 0:
+        first = key
+    if cute.arch.lane_idx() == k:
+        my_key = key
+        my_pick = expert
+    return my_pick, my_key, first
+
+
+@cute.jit
 def select(raw: cute.Tensor, spec: cutlass.Constexpr):
     """The best top_k experts: (expert, key of slot `lane`; key of slot 0; sum over all experts).
 
     The sum is that of exp(logit - best), where the weights need it.
     """
-    lane = cute.arch.lane_idx()
     packed = cutlass.const_expr(is_packed(raw))
     keys = sort_candidates(raw, spec)
     total = Float32(0.0)
@@ -200,16 +212,14 @@ def select(raw: cute.Tensor, spec: cutlass.Constexpr):
             if keys[n] != Int32(TAKEN):
                 total = total + exp_(key_to_logit(keys[n], packed) - top)
         total = cute.arch.warp_reduction_sum(total)
-    my_key = Int32(0)
-    my_pick = Int32(0)
-    first = Int32(0)
-    for k in cutlass.range_constexpr(spec.top_k):
-        key, expert = pop_best(keys, packed)
-        if cutlass.const_expr(k == 0):
-            first = key
-        if lane == k:
-            my_key = key
-            my_pick = expert
+    slot = (Int32(0), Int32(0), Int32(0))
+    if cutlass.const_expr(packed):
+        for k in cutlass.range_constexpr(spec.top_k):
+            slot = pop_slot(k, keys, slot, packed)
+    else:  # A pop looks at every key: unrolled, so many of them spill registers.
+        for k in cutlass.range(spec.top_k, unroll=1):
+            slot = pop_slot(k, keys, slot, packed)
+    my_pick, my_key, first = slot
     return my_pick, my_key, first, total
 
 

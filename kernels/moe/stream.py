@@ -68,6 +68,14 @@ def up_box(spec: MoeSpec):
     return (8, 2, spec.rows // 16), (BLOCK, spec.stage_blocks)
 
 
+def up_tile(expert, unit, stage, spec: MoeSpec):
+    """Which tile of the up weights a stage of a unit is: (rows, features)."""
+    part = unit % spec.units_per_expert
+    if spec.interleave_up:
+        return (0, expert, part), (0, stage)
+    return (0, 0, expert * spec.units_per_expert + part), (0, stage)
+
+
 def up_box_layout(spec: MoeSpec):
     """Where an up box lands."""
     shape = (spec.rows, BLOCK * spec.stage_blocks)
@@ -87,6 +95,12 @@ def down_box(spec: MoeSpec):
     """TMA tile of the down weights of one expert: the columns of a block by a step, or by 128."""
     rows = (ATOM_ROWS, spec.column_atoms)
     return (rows, (BLOCK, spec.step_blocks), 1) if spec.whole_blocks else (rows, BLOCK, 1)
+
+
+def down_tile(expert, block, step, box, spec: MoeSpec):
+    """Which tile of the down weights a box of a step is: (columns, features, expert)."""
+    features = (0, step) if spec.whole_blocks else step * spec.step_blocks + box
+    return (0, block), features, expert
 
 
 def down_box_layout(spec: MoeSpec):
@@ -213,14 +227,9 @@ def stream_up(weights: Weights, found, shared: Shared, spec: cutlass.Constexpr):
                     wait_empty(shared.weights, step)
                     store_unit_scales(weights, own, unit, expert, shared, spec)
             acquire_for_copy(shared.weights, step, num_bytes)
-            part = unit % spec.units_per_expert
-            if cutlass.const_expr(spec.interleave_up):
-                coord = ((0, expert, part), (0, s))
-            else:
-                coord = ((0, 0, expert * spec.units_per_expert + part), (0, s))
             cute.copy(
                 weights.up_atom,
-                src[(None, *coord)],
+                src[(None, *up_tile(expert, unit, s, spec))],
                 dst[None, stage_of(shared.weights, step)],
                 tma_bar_ptr=full_barrier(shared.weights, step),
                 cache_policy=Int64(EVICT_FIRST),
@@ -252,13 +261,9 @@ def copy_step(
     for i in cutlass.range(left, unroll=1):
         expert = shared.experts[first + i]
         for box in cutlass.range_constexpr(boxes):
-            if cutlass.const_expr(spec.whole_blocks):
-                features = (0, number)
-            else:
-                features = number * boxes + box
             cute.copy(
                 weights.down_atom,
-                src[None, (0, block), features, expert],
+                src[(None, *down_tile(expert, block, number, box, spec))],
                 dst[None, box, i, stage],
                 tma_bar_ptr=full_barrier(shared.weights, step),
                 cache_policy=Int64(EVICT_FIRST),
@@ -296,13 +301,15 @@ def stream_down(weights: Weights, step: Int32, shared: Shared, spec: cutlass.Con
 def few_rows(shared: Shared, spec: cutlass.Constexpr):
     """Whether h is so little that its loaders wait for the weights first.
 
-    All down weights of the CTA must then fit the ring, since they land without any h.
+    All down weights of the CTA must then fit the ring, since they land without any h; and there
+    must be some, or nobody would ever say that they have landed.
     """
     cta, _, _ = cute.arch.block_idx()
     groups = (shared.meta[ACTIVE] + spec.group - 1) // spec.group
     own = (spec.column_blocks - cta + spec.grid - 1) // spec.grid
     fits = groups * own * spec.steps * spec.step_stages <= spec.stages
-    return fits & (shared.meta[ROWS] * spec.slices <= FEW_ROWS)
+    items = shared.meta[ROWS] * spec.slices
+    return fits & (items > 0) & (items <= FEW_ROWS)
 
 
 @cute.jit

@@ -217,13 +217,16 @@ class MoeSpec:
 
     @property
     def unit_scale_slots(self) -> int:
-        """Units whose scales shared memory holds: those of the ring, and two.
+        """Units whose scales shared memory holds: an even number, those of the ring and two.
 
-        The scales of unit n + slots are copied once step (n + slots) * unit_stages - stages is
-        free again. That is no earlier than the first step of unit n + 2, the next one of the
-        warpgroup that had unit n and that has then fenced its reads.
+        Units are streamed in pairs behind the first one. The scales of unit n + slots are copied
+        once a step `stages` before its pair is free again, and that is no earlier than the first
+        step of the next pair of the warpgroup that had unit n and that has then fenced its reads.
         """
-        return 2 + ceil_div(self.stages, self.unit_stages)
+        return self._scale_slots(self.stages)
+
+    def _scale_slots(self, stages: int) -> int:
+        return 2 + 2 * ceil_div(stages, 2 * self.unit_stages)
 
     def first_unit(self, cta):
         """First up unit of a CTA (int or run-time value); the others follow `grid` apart.
@@ -401,7 +404,7 @@ class MoeSpec:
     def _tables(
         self, stages: int, slots: int, slice_steps: int
     ) -> tuple[tuple[str, str, int], ...]:
-        unit_slots = 2 + ceil_div(stages, self.unit_stages)
+        unit_slots = self._scale_slots(stages)
         slot_features = slice_steps * self.step_blocks * BLOCK
         return (
             ("ring", "e4m3", stages * STAGE_BYTES),

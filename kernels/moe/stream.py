@@ -196,10 +196,44 @@ def _swizzled(ptr: cute.Pointer) -> cute.Pointer:
 
 
 @cute.jit
+def copy_unit_stage(
+    weights: Weights, src, dst, own: Int32, unit: Int32, expert: Int32, s: Int32, step: Int32,
+    shared: Shared, spec: cutlass.Constexpr,
+):  # fmt: skip
+    """Stage s of this CTA's own-th unit, as ring step `step`; with the first one its scales."""
+    bulk_scales = cutlass.const_expr(spec.unit_scale_bytes % 16 == 0)
+    num_bytes = Int32(spec.up_stage_bytes)
+    if s == 0:
+        if cutlass.const_expr(bulk_scales):
+            num_bytes = Int32(spec.up_stage_bytes + 2 * spec.unit_scale_bytes)
+        else:
+            wait_empty(shared.weights, step)
+            store_unit_scales(weights, own, unit, expert, shared, spec)
+    acquire_for_copy(shared.weights, step, num_bytes)
+    part = unit % spec.units_per_expert
+    if cutlass.const_expr(spec.interleave_up):
+        coord = ((0, expert, part), (0, s))
+    else:
+        coord = ((0, 0, expert * spec.units_per_expert + part), (0, s))
+    cute.copy(
+        weights.up_atom,
+        src[(None, *coord)],
+        dst[None, stage_of(shared.weights, step)],
+        tma_bar_ptr=full_barrier(shared.weights, step),
+        cache_policy=Int64(EVICT_FIRST),
+    )
+    if cutlass.const_expr(bulk_scales):
+        if s == 0:
+            copy_unit_scales(weights, own, unit, expert, step, shared, spec)
+
+
+@cute.jit
 def stream_up(weights: Weights, found, shared: Shared, spec: cutlass.Constexpr):
     """Issue every up unit of this CTA; returns the number of ring steps taken.
 
-    found: of token 0, what `early_expert` takes.
+    The first unit alone, since its expert may be known before the lists; then units in pairs, a
+    stage of one and a stage of the other in turn, so that both warpgroups work at a time; what is
+    left over alone. found: of token 0, what `early_expert` takes.
     """
     cta, _, _ = cute.arch.block_idx()
     tiles = cute.local_tile(weights.up, up_box(spec), (None, None))
@@ -211,40 +245,36 @@ def stream_up(weights: Weights, found, shared: Shared, spec: cutlass.Constexpr):
         cute.group_modes(stages, 0, 2),
         cute.group_modes(tiles, 0, 2),
     )
-    bulk_scales = cutlass.const_expr(spec.unit_scale_bytes % 16 == 0)
     expert, has = first_expert(found, shared, spec)
     stamp(shared.trace, "first_copy", spec)
     unit = Int32(spec.first_unit(cta))
-    own = Int32(0)
     step = Int32(0)
-    while has:
+    if has:
         for s in cutlass.range(spec.unit_stages, unroll=1):
-            num_bytes = Int32(spec.up_stage_bytes)
-            if s == 0:
-                if cutlass.const_expr(bulk_scales):
-                    num_bytes = Int32(spec.up_stage_bytes + 2 * spec.unit_scale_bytes)
-                else:
-                    wait_empty(shared.weights, step)
-                    store_unit_scales(weights, own, unit, expert, shared, spec)
-            acquire_for_copy(shared.weights, step, num_bytes)
-            cute.copy(
-                weights.up_atom,
-                src[(None, *up_tile(expert, unit, s, spec))],
-                dst[None, stage_of(shared.weights, step)],
-                tma_bar_ptr=full_barrier(shared.weights, step),
-                cache_policy=Int64(EVICT_FIRST),
-            )
-            if cutlass.const_expr(bulk_scales):
-                if s == 0:
-                    copy_unit_scales(weights, own, unit, expert, step, shared, spec)
+            copy_unit_stage(weights, src, dst, Int32(0), unit, expert, s, step, shared, spec)
             step = step + 1
-        unit = unit + spec.grid
-        own = own + 1
-        cute.arch.mbarrier_wait(shared.lists, 0)
-        has = Boolean(unit // spec.units_per_expert < shared.meta[ACTIVE])
-        if has:
-            expert = shared.experts[unit // spec.units_per_expert]
+    cute.arch.mbarrier_wait(shared.lists, 0)
+    units = shared.meta[ACTIVE] * spec.units_per_expert
+    own = Int32(1)
+    for first in cutlass.range(unit + spec.grid, units, 2 * spec.grid, unroll=1):
+        count = paired_units(first, units, spec)
+        for s in cutlass.range(spec.unit_stages, unroll=1):
+            for i in cutlass.range(count, unroll=1):
+                each = first + i * spec.grid
+                expert = shared.experts[each // spec.units_per_expert]
+                copy_unit_stage(weights, src, dst, own + i, each, expert, s, step, shared, spec)
+                step = step + 1
+        own = own + 2
     return step
+
+
+@cute.jit
+def paired_units(first: Int32, units: Int32, spec: cutlass.Constexpr) -> Int32:
+    """How many units are streamed together, `first` being the second, fourth, ... of a CTA."""
+    count = Int32(1)
+    if first + spec.grid < units:
+        count = Int32(2)
+    return count
 
 
 @cute.jit

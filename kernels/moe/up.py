@@ -24,7 +24,7 @@ from cute_moe.kernels.moe.product import (
     tiled_mma,
 )
 from cute_moe.kernels.moe.spec import BLOCK, MAX_TOKENS, MoeSpec
-from cute_moe.kernels.moe.stream import unit_scale_row
+from cute_moe.kernels.moe.stream import paired_units, unit_scale_row
 
 
 @cute.jit
@@ -60,14 +60,14 @@ class Unit(NamedTuple):
     a: cute.Tensor
     b: cute.Tensor
     rows: list[cute.Tensor]  # scales of the gate and of the up rows
-    own: Int32  # number among the CTA's units
     step: Int32  # of the ring, of its first stage
+    stride: Int32  # ring steps from stage to stage: 2 where two units are streamed together
     column: Int32  # of the thread's first token
 
 
 def unit_segment(unit: Unit, s, shared: Shared, spec: MoeSpec) -> Segment:
     """Stage s of a unit."""
-    step = unit.step + s
+    step = unit.step + s * unit.stride
     stage = cute.arch.make_warp_uniform(stage_of(shared.weights, step))
     return Segment(
         unit.a[None, None, None, stage],
@@ -95,14 +95,21 @@ def add_stage(unit: Unit, s, accs, total, shared: Shared, spec: cutlass.Constexp
 
 
 @cute.jit
-def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.Constexpr):
-    """Gate and up sums of one unit: rmem fp32 [4], gate of two tokens, up of the same."""
+def up_unit(
+    own: Int32, step: Int32, count: Int32, place: Int32, tid: Int32, shared: Shared,
+    spec: cutlass.Constexpr,
+):  # fmt: skip
+    """Gate and up sums of one unit: rmem fp32 [4], gate of two tokens, up of the same.
+
+    step: of the first stage of the `count` units that are streamed together; this one is `place`
+    among them (0 or 1), and the other one's stages are passed by.
+    """
     mma = tiled_mma(spec)
     thread = mma.get_slice(tid)
     a = mma.make_fragment_A(thread.partition_A(shared.up))
     b = mma.make_fragment_B(thread.partition_B(shared.x))
     rows = [unit_scales(own, part, shared, spec) for part in range(2)]
-    unit = Unit(a, b, rows, own, step, 2 * (tid & 3))
+    unit = Unit(a, b, rows, step + place, count, 2 * (tid & 3))
     total = cute.make_rmem_tensor(VALUES, Float32)
     total.fill(0.0)
     accs = accumulators(mma, spec.stage_blocks, spec)
@@ -110,7 +117,9 @@ def up_unit(own: Int32, step: Int32, tid: Int32, shared: Shared, spec: cutlass.C
     # their place, which follow releases of stages of this unit: `unit_scale_slots`.
     cute.arch.fence_view_async_shared()
     for s in cutlass.range(spec.unit_stages, unroll=1):
+        skip_stages(place, step + s * count, shared, spec)
         add_stage(unit, s, accs, total, shared, spec)
+        skip_stages(count - 1 - place, step + s * count + 1, shared, spec)
     return total
 
 
@@ -176,13 +185,21 @@ def up_phase(
     h_out = h_words + shared.meta[PARITY] * spec.h_words
     step = Int32(0)
     own = Int32(0)
-    for unit in cutlass.range(spec.first_unit(cta), units, spec.grid, unroll=1):
-        if (own & 1) == half:
-            place = h_place(unit, tid, shared, spec)
-            total = up_unit(own, step, tid, shared, spec)
-            publish_h(total, h_out, place)
+    first = Int32(spec.first_unit(cta))
+    while first < units:
+        count = Int32(1)
+        if own > 0:
+            count = paired_units(first, units, spec)
+        # The warpgroups have units in turn; of a pair, which begins with an odd one, one each.
+        place = (own + half) & 1
+        if place < count:
+            unit = first + place * spec.grid
+            word = h_place(unit, tid, shared, spec)
+            total = up_unit(own + place, step, count, place, tid, shared, spec)
+            publish_h(total, h_out, word)
         else:
             skip_stages(spec.unit_stages, step, shared, spec)
-        step = step + spec.unit_stages
-        own = own + 1
+        step = step + count * spec.unit_stages
+        own = own + count
+        first = first + count * spec.grid
     return step

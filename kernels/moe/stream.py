@@ -210,14 +210,9 @@ def copy_unit_stage(
             wait_empty(shared.weights, step)
             store_unit_scales(weights, own, unit, expert, shared, spec)
     acquire_for_copy(shared.weights, step, num_bytes)
-    part = unit % spec.units_per_expert
-    if cutlass.const_expr(spec.interleave_up):
-        coord = ((0, expert, part), (0, s))
-    else:
-        coord = ((0, 0, expert * spec.units_per_expert + part), (0, s))
     cute.copy(
         weights.up_atom,
-        src[(None, *coord)],
+        src[(None, *up_tile(expert, unit, s, spec))],
         dst[None, stage_of(shared.weights, step)],
         tma_bar_ptr=full_barrier(shared.weights, step),
         cache_policy=Int64(EVICT_FIRST),

@@ -28,7 +28,15 @@ from cute_moe.kernels.moe.memory import (
     Shared,
     down_strides,
 )
-from cute_moe.kernels.moe.product import VALUES, Segment, accumulators, add_products, tiled_mma
+from cute_moe.kernels.moe.product import (
+    ACCUMULATED,
+    VALUES,
+    Chain,
+    Segment,
+    accumulators,
+    add_products,
+    tiled_mma,
+)
 from cute_moe.kernels.moe.spec import (
     ATOM_ROWS,
     BLOCK,
@@ -39,6 +47,7 @@ from cute_moe.kernels.moe.spec import (
 )
 from cute_moe.kernels.moe.up import skip_stages
 
+TOGETHER = 6  # blocks, terms counted, that two groups have accumulators for
 REGISTER_GROUPS = 2  # with so many groups at most, all weights wait in registers for h
 
 
@@ -118,15 +127,15 @@ def slice_factors(scales, slot: Int32, block: int, column: Int32, shared: Shared
 
 
 @cute.jit
-def add_slice(
+def slice_chain(
     chunk: Int32, own: Int32, slice_: Int32, slot: Int32, total, scales, source, group: Group,
     shared: Shared, spec: cutlass.Constexpr,
 ):  # fmt: skip
-    """Products of one chunk's slice with the steps of one column block, added to `total`.
+    """One chunk's slice times the steps of one column block, to be added to `total`.
 
     source: (mma, a, b, accs, in_registers). From the ring, the last chunk frees the stages.
     """
-    mma, a, b, accs, in_registers = source
+    _, a, b, _, in_registers = source
     column = 2 * (group.tid & 3)
     h = b[None, None, None, slot]
     segments = []
@@ -151,13 +160,22 @@ def add_slice(
             )
     if (group.number == 0) & (group.tid < WARP):
         stamp(shared.trace, "down_start", spec)
-    add_products(
+    return Chain(
         total,
-        mma,
-        accs,
         segments,
         lambda block: slice_factors(scales, slot, block, column, shared, spec),
     )
+
+
+@cute.jit
+def add_slice(
+    chunk: Int32, own: Int32, slice_: Int32, slot: Int32, total, scales, source, group: Group,
+    shared: Shared, spec: cutlass.Constexpr,
+):  # fmt: skip
+    """Products of one chunk's slice with the steps of one column block, added to `total`."""
+    mma, _, _, accs, _ = source
+    chain = slice_chain(chunk, own, slice_, slot, total, scales, source, group, shared, spec)
+    add_products(mma, accs, [chain])
 
 
 def wait_step(step: Int32, shared: Shared, spec: MoeSpec):
@@ -221,7 +239,10 @@ def store_total(total: cute.Tensor, places, shared: Shared):
 
 
 @cute.jit
-def make_source(tid: Int32, where: cutlass.Constexpr, shared: Shared, spec: cutlass.Constexpr):
+def make_source(
+    tid: Int32, where: cutlass.Constexpr, shared: Shared, spec: cutlass.Constexpr,
+    blocks: cutlass.Constexpr = 0,
+):  # fmt: skip
     """(mma, weights, h as B, accumulators, in registers) of a warpgroup."""
     mma = tiled_mma(spec, where)
     thread = mma.get_slice(tid)
@@ -232,7 +253,9 @@ def make_source(tid: Int32, where: cutlass.Constexpr, shared: Shared, spec: cutl
         a = mma.make_fragment_A(mma.partition_shape_A((MMA_ROWS, features)))
     else:
         a = mma.make_fragment_A(thread.partition_A(shared.down))
-    return mma, a, b, accumulators(mma, spec.slice_blocks, spec), in_registers
+    most = cutlass.const_expr(max(blocks * spec.terms, ACCUMULATED))
+    accs = accumulators(mma, blocks or spec.slice_blocks, spec, most)
+    return mma, a, b, accs, in_registers
 
 
 @cute.jit
@@ -291,6 +314,37 @@ def down_group_from_ring(group: Group, shared: Shared, spec: cutlass.Constexpr):
 
 
 @cute.jit
+def down_two_groups_from_ring(one: Group, two: Group, shared: Shared, spec: cutlass.Constexpr):
+    """The only chunks of two groups in a row: the products of both run before the first are added.
+
+    Of one slice and one column block each.
+    """
+    none = Int32(0)
+    blocks = cutlass.const_expr(min(2 * spec.slice_blocks, TOGETHER // spec.terms))
+    source = make_source(one.tid, OperandSource.SMEM, shared, spec, blocks)
+    mma, _, _, accs, _ = source
+    chains = []
+    kept = []
+    for group in (one, two):
+        scales = row_scales(none, none, group, shared, spec)
+        places = partial_places(none, none, group, shared, spec)
+        total = start_total(places, none, shared, spec)
+        turn = group.first_chunk
+        slot = cute.arch.make_warp_uniform(stage_of(shared.h_slots, turn))
+        chain = slice_chain(none, none, none, slot, total, scales, source, group, shared, spec)
+        ready = chain.segments[0].before
+        chain.segments[0] = chain.segments[0]._replace(
+            before=lambda turn=turn, ready=ready: (wait_full(shared.h_slots, turn), ready())
+        )
+        chains.append(chain)
+        kept.append((total, places, turn))
+    add_products(mma, accs, chains)
+    for total, places, turn in kept:
+        store_total(total, places, shared)
+        release_slot(turn, shared, spec)
+
+
+@cute.jit
 def down_group_from_registers(group: Group, shared: Shared, spec: cutlass.Constexpr):
     """All chunks of one group, of one slice each, for every own column block.
 
@@ -329,31 +383,58 @@ def down_group_from_registers(group: Group, shared: Shared, spec: cutlass.Conste
 
 
 @cute.jit
+def group_of(number: Int32, groups: Int32, step: Int32, columns: Int32, tid: Int32, shared, spec):
+    """Group `number`, whose first step is ring step `step`; the last one if there is none."""
+    chunks = shared.group_chunks[cutlass.min(number, groups - 1)]
+    return Group(number, tid, chunks & FIRST_MASK, chunks >> COUNT_SHIFT, step, columns)
+
+
+@cute.jit
+def down_group(group: Group, groups: Int32, shared: Shared, spec: cutlass.Constexpr):
+    """One group, its weights by way of registers or from the ring."""
+    few = (group.chunks <= spec.h_slots) & ((groups <= REGISTER_GROUPS) | (group.chunks > 1))
+    if cutlass.const_expr(spec.weights_in_registers and spec.slices == 1):
+        if few:
+            down_group_from_registers(group, shared, spec)
+        else:
+            down_group_from_ring(group, shared, spec)
+    else:
+        down_group_from_ring(group, shared, spec)
+
+
+@cute.jit
 def down_phase(
     columns: Int32, step: Int32, tid: Int32, half: Int32, shared: Shared, spec: cutlass.Constexpr
 ):
-    """This CTA's column blocks over all groups."""
+    """This CTA's column blocks over all groups; the warpgroups take them in turn, in runs."""
     groups = (shared.meta[ACTIVE] + spec.group - 1) // spec.group
     # Nobody waits for the stages of the last group to be free, if they all fit the ring.
     ring_steps = cutlass.const_expr(spec.steps * spec.step_stages)  # of a group, a column block
     refilled = cutlass.const_expr(ring_steps * spec.max_own_blocks > spec.stages)
-    for number in cutlass.range(groups, unroll=1):
+    run = cutlass.const_expr(spec.groups_at_once)
+    for number in cutlass.range(0, groups, run, unroll=1):
         if number % spec.scale_batch == 0:
             wait_full(shared.scale_slots, number // spec.scale_batch)
-        first = shared.group_chunks[number] & FIRST_MASK
-        chunks = shared.group_chunks[number] >> COUNT_SHIFT
-        group = Group(number, tid, first, chunks, step, columns)
-        if (number & 1) == half:
-            few = (chunks <= spec.h_slots) & ((groups <= REGISTER_GROUPS) | (chunks > 1))
-            if cutlass.const_expr(spec.weights_in_registers and spec.slices == 1):
-                if few:
-                    down_group_from_registers(group, shared, spec)
-                else:
-                    down_group_from_ring(group, shared, spec)
-            else:
-                down_group_from_ring(group, shared, spec)
+        count = cutlass.min(groups - number, run)
+        if (number // run & 1) == half:
+            together = False
+            if cutlass.const_expr(run == 2):
+                one = group_of(number, groups, step, columns, tid, shared, spec)
+                two = group_of(number + 1, groups, step + ring_steps, columns, tid, shared, spec)
+                together = (count == 2) & (groups > REGISTER_GROUPS)
+                together = together & (one.chunks == 1) & (two.chunks == 1)
+                if together:
+                    down_two_groups_from_ring(one, two, shared, spec)
+            if not together:
+                for i in cutlass.range(count, unroll=1):
+                    first = step + i * ring_steps * columns
+                    group = group_of(number + i, groups, first, columns, tid, shared, spec)
+                    down_group(group, groups, shared, spec)
         else:
-            skip_group(group, refilled | (number + 1 < groups), shared, spec)
-        step = step + ring_steps * columns
-        if (number + 1) % spec.scale_batch == 0:
+            for i in cutlass.range(count, unroll=1):
+                first = step + i * ring_steps * columns
+                group = group_of(number + i, groups, first, columns, tid, shared, spec)
+                skip_group(group, refilled | (number + i + 1 < groups), shared, spec)
+        step = step + count * ring_steps * columns
+        if (number + run) % spec.scale_batch == 0:
             release_by_warps(shared.scale_slots, number // spec.scale_batch, CONSUMER_WARPS)

@@ -32,10 +32,12 @@ def tiled_mma(spec: MoeSpec, weights=warpgroup.OperandSource.SMEM):
     return cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)))
 
 
-def accumulators(mma: cute.TiledMma, blocks: int, spec: MoeSpec) -> list[cute.Tensor]:
+def accumulators(
+    mma: cute.TiledMma, blocks: int, spec: MoeSpec, most: int = ACCUMULATED
+) -> list[cute.Tensor]:
     """One accumulator for every WGMMA of `blocks` blocks, or of as many as there is room for."""
     shape = mma.partition_shape_C((MMA_ROWS, MAX_TOKENS * spec.terms))
-    count = BLOCK_MMAS * min(blocks, ACCUMULATED // spec.terms)
+    count = BLOCK_MMAS * min(blocks, most // spec.terms)
     return [mma.make_fragment_C(shape) for _ in range(count)]
 
 
@@ -85,48 +87,59 @@ class Segment(NamedTuple):
     after: Callable[[], None]
 
 
-def add_products(
-    total: cute.Tensor, mma, accs, segments: list[Segment], factors_of, release_first: bool = False
-):
-    """Add A x B over the segments to `total`, fp32 [4], blocks and scales in order.
+class Chain(NamedTuple):
+    """A sum of products over segments, blocks and scales in order.
 
     factors_of(block) gives for each scale of a block the factors of the four elements; it is called
-    while the products run. As many segments at once as there are accumulators for. The first
-    blocks are added up while the last ones still run, or, with `release_first`, all behind
-    the last one's end, so that the operands are free as early as can be.
+    while the products run.
     """
-    first = 0
-    for batch in _batches(segments, len(accs) // BLOCK_MMAS):
-        owners = []  # the segment of each block
-        for segment in batch:
+
+    total: cute.Tensor  # fp32 [4], added to
+    segments: list[Segment]
+    factors_of: Callable[[int], list[list[Float32]]]
+
+
+def add_products(mma, accs, chains: list[Chain], release_first: bool = False):
+    """Add A x B over the segments of every chain to its total.
+
+    As many segments at once as there are accumulators for, of one chain after the other. The first
+    blocks are added up while the last ones still run, or, with `release_first`, all behind the
+    last one's end, so that the operands are free as early as can be.
+    """
+    room = len(accs) // BLOCK_MMAS
+    queue = [(c, cut) for c in chains for segment in c.segments for cut in _cut(segment, room)]
+    done = dict.fromkeys(map(id, chains), 0)  # blocks of each chain
+    for batch in _batches(queue, room):
+        blocks = []  # (chain, segment, block of the chain) of each
+        for chain, segment in batch:
             segment.before()
-            start = BLOCK_MMAS * len(owners)
-            owners += [segment] * segment.blocks
+            start = BLOCK_MMAS * len(blocks)
             own = accs[start : start + BLOCK_MMAS * segment.blocks]
             issue(mma, own, segment.a, segment.a_first, segment.b, segment.b_first)
-        factors = [factors_of(first + block) for block in range(len(owners))]
-        for block, segment in enumerate(owners):
-            warpgroup.wait_group(0 if release_first else len(owners) - 1 - block)
-            if release_first and block == 0:
-                for each in batch:
+            first = done[id(chain)]
+            blocks += [(chain, segment, first + i) for i in range(segment.blocks)]
+            done[id(chain)] = first + segment.blocks
+        factors = [chain.factors_of(block) for chain, _, block in blocks]
+        for i, (chain, segment, _) in enumerate(blocks):
+            warpgroup.wait_group(0 if release_first else len(blocks) - 1 - i)
+            if release_first and i == 0:
+                for _, each in batch:
                     each.after()
-            elif not release_first and (
-                block + 1 == len(owners) or owners[block + 1] is not segment
-            ):
+            elif not release_first and (i + 1 == len(blocks) or blocks[i + 1][1] is not segment):
                 segment.after()
-            _add_block(total, accs[BLOCK_MMAS * block : BLOCK_MMAS * (block + 1)], factors[block])
-        first += len(owners)
+            _add_block(chain.total, accs[BLOCK_MMAS * i : BLOCK_MMAS * (i + 1)], factors[i])
 
 
-def _batches(segments: list[Segment], blocks: int) -> Iterator[list[Segment]]:
-    """Runs of segments of at most `blocks` blocks; a longer segment is cut."""
-    batch: list[Segment] = []
-    for segment in segments:
-        for cut in _cut(segment, blocks):
-            if sum(s.blocks for s in batch) + cut.blocks > blocks:
-                yield batch
-                batch = []
-            batch.append(cut)
+def _batches(
+    queue: list[tuple[Chain, Segment]], room: int
+) -> Iterator[list[tuple[Chain, Segment]]]:
+    """Runs of segments of at most `room` blocks."""
+    batch: list[tuple[Chain, Segment]] = []
+    for chain, segment in queue:
+        if sum(each.blocks for _, each in batch) + segment.blocks > room:
+            yield batch
+            batch = []
+        batch.append((chain, segment))
     yield batch
 
 

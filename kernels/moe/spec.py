@@ -25,6 +25,7 @@ ATOM_ROWS = 8  # rows of a swizzled shared-memory atom of 128 bytes each
 BLOCK = 128  # features of an atom; the largest block that shares a scale
 STAGE_BYTES = 16 * 1024
 MAX_STAGES = 6
+SMALL_GROUP = 24 * 1024  # bytes of a group that the stream brings faster than one is worked off
 IN_FLIGHT = 64 * 1024  # bytes of a CTA's copies that keep the DRAM busy
 MAX_TOP_K = 16
 MAX_EXPERTS = 1024
@@ -86,6 +87,7 @@ class MoeSpec:
     programmatic: bool = False  # launched before the kernel ahead has ended
     grid: int = 132
     unit_rows: int = 0  # of an up unit; 0: chosen by the shape
+    group_run: int = 0  # groups in a row that a warpgroup takes at once, 1 or 2; 0: by the shape
     stages: int = 0  # of the ring; 0: chosen by what shared memory holds, as are `slice_steps`
     slice_steps: int = 0  # ring steps of one slice: a slot of h holds up to four blocks of 128
     trace: tuple[str, ...] = ()  # events to stamp, normally none
@@ -115,6 +117,8 @@ class MoeSpec:
         check_int("grid", self.grid, 1, MAX_GRID)
         for name in ("renormalize", "interleave_up", "programmatic", "routing_out"):
             check_bool(name, getattr(self, name))
+        if self.group_run not in (0, 1, 2):
+            raise ValueError(f"group_run: expected 0, 1 or 2, got {self.group_run}")
         if self.unit_rows not in (0, 16, 32, 64):
             raise ValueError(f"unit_rows: expected 0, 16, 32 or 64, got {self.unit_rows}")
         self._choose_ring()
@@ -398,6 +402,27 @@ class MoeSpec:
     def h_words(self) -> int:
         """32-bit words (two bf16) of one parity of the h buffer."""
         return self.pairs * self.intermediate // 2
+
+    @cached_property
+    def groups_at_once(self) -> int:
+        """Groups in a row that a warpgroup takes together, where each of them has one chunk.
+
+        Two where a group has few bytes: its waits, products and sums follow each other, which takes
+        longer than the stream needs for so few. Both must fit the ring and the accumulators.
+        """
+        held = 2 * self.steps * self.step_stages * self.max_own_blocks
+        fits = (
+            self.slices == 1
+            and self.max_own_blocks == 1
+            and held <= self.stages
+            and self.slice_blocks * self.terms <= 4
+            and self.h_slots >= 2
+            and self.scale_batch % 2 == 0
+        )
+        if self.group_run:
+            return self.group_run if fits else 1
+        small = self.steps * self.group * self.down_box_bytes < SMALL_GROUP
+        return 2 if fits and small else 1
 
     # Memory: one table each; the kernel's views and offsets and the host's layout follow from it.
 

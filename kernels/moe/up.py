@@ -18,6 +18,7 @@ from cute_moe.kernels.moe.memory import ACTIVE, CONSUMER_WARPS, PARITY, Shared, 
 from cute_moe.kernels.moe.product import (
     BLOCK_MMAS,
     VALUES,
+    Chain,
     Segment,
     accumulators,
     add_products,
@@ -84,14 +85,12 @@ def unit_segment(unit: Unit, s, shared: Shared, spec: MoeSpec) -> Segment:
 def add_stage(unit: Unit, s, accs, total, shared: Shared, spec: cutlass.Constexpr):
     """Add the products of stage s to `total`."""
     blocks = cutlass.const_expr(spec.stage_blocks)
-    add_products(
+    chain = Chain(
         total,
-        tiled_mma(spec),
-        accs,
         [unit_segment(unit, s, shared, spec)],
         lambda block: unit_factors(unit.rows, blocks * s + block, unit.column, shared, spec),
-        release_first=True,
     )
+    add_products(tiled_mma(spec), accs, [chain], release_first=True)
 
 
 @cute.jit

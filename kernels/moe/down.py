@@ -47,7 +47,6 @@ from cute_moe.kernels.moe.spec import (
 )
 from cute_moe.kernels.moe.up import skip_stages
 
-TOGETHER = 6  # blocks, terms counted, that two groups have accumulators for
 REGISTER_GROUPS = 2  # with so many groups at most, all weights wait in registers for h
 
 
@@ -320,8 +319,7 @@ def down_two_groups_from_ring(one: Group, two: Group, shared: Shared, spec: cutl
     Of one slice and one column block each.
     """
     none = Int32(0)
-    blocks = cutlass.const_expr(min(2 * spec.slice_blocks, TOGETHER // spec.terms))
-    source = make_source(one.tid, OperandSource.SMEM, shared, spec, blocks)
+    source = make_source(one.tid, OperandSource.SMEM, shared, spec, 2 * spec.slice_blocks)
     mma, _, _, accs, _ = source
     chains = []
     kept = []

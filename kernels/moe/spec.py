@@ -415,7 +415,7 @@ class MoeSpec:
             self.slices == 1
             and self.max_own_blocks == 1
             and held <= self.stages
-            and self.slice_blocks * self.terms <= 4
+            and self.slice_blocks * self.terms <= 3
             and self.h_slots >= 2
             and self.scale_batch % 2 == 0
         )

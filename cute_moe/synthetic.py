@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +11,9 @@ from safetensors.torch import save_file
 from cute_moe.checkpoint import LAYER_PREFIXES, layer_index
 from cute_moe.checkpoint_files import INDEX_NAME
 from cute_moe.reference import BLOCK, E4M3, E4M3_MAX
+from cute_moe.shapes import LayerShape
 
 WEIGHT_STD = 0.02  # of the weights meant, as in trained models of this size
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of one MoE layer: E experts, hidden size K, intermediate size N."""
-
-    num_experts: int = 256
-    hidden: int = 2048
-    intermediate: int = 512
-    top_k: int = 8
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of the e4m3 weights of one expert."""
-        return 3 * self.hidden * self.intermediate
 
 
 def write_synthetic_checkpoint(

@@ -1,7 +1,8 @@
 """Benchmarks: `python perf/bench.py moe|dispatch|argmin|host|all [--quick] [--json]`.
 
-The exit code is 0 only if every contestant's output passed its check, every cold row was cold and
-no row is faster than the memory.
+`moe --shape NAME|all`: other shapes of the layer, each with a results file of its own. The exit
+code is 0 only if every contestant's output passed its check, every cold row was cold and no row is
+faster than the memory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import contest
@@ -22,6 +24,8 @@ from contest import Options
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from cute_moe.shapes import DEFAULT_SHAPE, SHAPES
 
 MODES = {
     "moe": "the MoE layer",
@@ -51,9 +55,10 @@ def measure(mode: str, options: Options, console: Console) -> list[p.Row]:
 def print_rows(rows: Sequence[p.Row], console: Console) -> None:
     """The table, every row with its spread, bytes, ratio to the run's base and check."""
     base = p.base_of({row.contestant for row in rows})
+    shape = next((row.shape for row in rows if row.shape), None)
     table = Table(
         "M or case", "routing", "cache", "contestant", "experts", "MB", "µs", "p10..p90", "TB/s",
-        f"of {base}", "reuse MB", "check",
+        f"of {base}", "reuse MB", "check", title=shape, title_justify="left",
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -96,26 +101,37 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("mode", choices=(*MODES, "all"), help="; ".join(f"{k}: {v}" for k, v in MODES.items()))
     add("--tokens", type=tool.parse_tokens, help="such as 1,2,8 (default 1..8)")
+    add("--shape", choices=(*SHAPES, "all"), default=DEFAULT_SHAPE, help="of the MoE layer")
     add("--peers", type=parse_peers, default=None, help="auto, none or names, such as flashinfer")
     add("--json", type=Path, nargs="?", const=report.RESULTS, help="write the results: a folder, "
         "by default perf/results/h200, or for one mode a file")  # fmt: skip
     add("--plot", type=Path, metavar="DIR", help="draw plots of these results into a folder")
     add("--quick", action="store_true", help="few cases")
     add("--replays", type=tool.count, default=p.REPLAYS)
-    add("--copies", type=tool.count, default=p.COPIES, help="weight copies, 0.8 GB each")
+    add("--copies", type=tool.count, default=p.COPIES, help="weight copies, 0.7 to 2.2 GB each")
     add("--commit", help="recorded commit (default: git's)")
     args = parser.parse_args(argv)
     args.modes = tuple(MODES) if args.mode == "all" else (args.mode,)
+    args.shapes = tuple(SHAPES) if args.shape == "all" else (args.shape,)
+    if args.shape != DEFAULT_SHAPE and "moe" not in args.modes:
+        parser.error(f"--shape: {args.mode} has no shapes of a layer")
     if args.json is report.RESULTS and (args.quick or args.tokens):
         parser.error(f"--json: a run of few cases must not overwrite {report.RESULTS}; name a path")
-    if args.json and args.json.suffix == ".json" and args.mode == "all":
-        parser.error("--json: expected a folder for the results of all modes, got a file")
+    if args.json and args.json.suffix == ".json" and "all" in (args.mode, args.shape):
+        parser.error("--json: expected a folder for the results of several runs, got a file")
     return args
 
 
-def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> None:
-    """The results file of one mode."""
-    path = args.json if args.json.suffix == ".json" else args.json / f"{mode}.json"
+def stem(mode: str, options: Options) -> str:
+    """Name of the files of a run, without their suffix."""
+    return f"{mode}_{options.shape_name}" if mode == "moe" else mode
+
+
+def write_json(
+    mode: str, args: argparse.Namespace, options: Options, rows: Sequence[p.Row]
+) -> None:
+    """The results file of one run."""
+    path = args.json if args.json.suffix == ".json" else args.json / f"{stem(mode, options)}.json"
     facts = tool.facts()
     settings = {
         "text": " ".join((importlib.import_module(f"bench_{mode}").__doc__ or "").split()),
@@ -136,15 +152,16 @@ def write_json(mode: str, args: argparse.Namespace, rows: Sequence[p.Row]) -> No
 
 
 def run_mode(mode: str, args: argparse.Namespace, options: Options, console: Console) -> int:
-    """Measures, writes and prints one mode; returns the number of rows that failed."""
+    """Measures, writes and prints one run; returns the number of rows that failed."""
     contest.SKIPPED.clear()
     rows = measure(mode, options, console)
     if args.json:
-        write_json(mode, args, rows)
+        write_json(mode, args, options, rows)
     print_rows(rows, console)
     if args.plot and mode in plot.PLOTS:
         args.plot.mkdir(parents=True, exist_ok=True)
-        (args.plot / f"{mode}.svg").write_text(plot.draw(mode, rows), encoding="utf-8")
+        drawn = plot.draw(mode, rows)
+        (args.plot / f"{stem(mode, options)}.svg").write_text(drawn, encoding="utf-8")
     return sum(not row.passed for row in rows)
 
 
@@ -156,12 +173,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reason:
         console.print(f"cannot measure here: {reason}")
         return 2
-    options = Options(args.tokens, args.quick, args.replays, args.copies, args.peers)
+    common = Options(args.tokens, args.quick, args.replays, args.copies, args.peers)
     failed = 0
-    for mode in args.modes:
+    runs = [(mode, name) for mode in args.modes
+            for name in (args.shapes if mode == "moe" else (DEFAULT_SHAPE,))]  # fmt: skip
+    for mode, name in runs:
+        options = replace(common, shape_name=name)
         try:
             failed += run_mode(mode, args, options, console)
-        except Exception:  # The results of the other modes are worth keeping.
+        except Exception:  # The results of the other runs are worth keeping.
             console.print_exception()
             failed += 1
     if failed:

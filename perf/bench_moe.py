@@ -28,10 +28,14 @@ from peers import Peer, find_peers
 from cute_moe import reference
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.moe import alloc_scratchpad, mono_moe
+from cute_moe.shapes import LayerShape
 
 BASELINE_TOKENS = (1, 2, 4, 8)
 QUICK_TOKENS, QUICK_ROUTINGS = (1, 8), ("uniform",)
+OTHER_TOKENS, OTHER_ROUTINGS = (1, 2, 4, 8), ("uniform", "skewed")  # of the other shapes
 COPY_BYTES = 1_500_000_000
+E4M3_CODES = 254  # without the two of NaN
+WEIGHT_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,9 @@ class Pool:
     copies: list[tuple[torch.Tensor, ...]]
     up_samples: torch.Tensor
     down_samples: torch.Tensor
-    grid: int
+    spec: FloorSpec
     scratchpad: torch.Tensor
+    shape: LayerShape
 
 
 @dataclass(frozen=True)
@@ -60,33 +65,50 @@ class Case:
     want: list[torch.Tensor]
     meant: list[torch.Tensor]
     copies: int
+    shape: LayerShape
 
     def repeated(self) -> Case:
         """Launch 0 again and again, from one weight copy: the warm case."""
         count = len(self.xs)
         fields = (self.xs, self.logits, self.lists, self.want, self.meant)
-        return Case(self.tokens, self.routing, *([f[0]] * count for f in fields), copies=1)
+        return Case(self.tokens, self.routing, *([f[0]] * count for f in fields), 1, self.shape)
 
 
-def make_pool(copies: int, seed: int = 0) -> Pool:
-    """Random weights with a spread of block scales; the copies are equal and lie apart."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    e, k, n = p.SHAPE.num_experts, p.SHAPE.hidden, p.SHAPE.intermediate
+def random_weights(shape: LayerShape, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """(w_up, s_up, w_down, s_down) of random bytes, on the generator's device: made in no time.
+
+    Every e4m3 code but NaN is as likely; scales that differ from block to block bring the weights
+    to a standard deviation near WEIGHT_STD.
+    """
+    options = {"generator": generator, "device": generator.device}
+    codes = torch.arange(E4M3_CODES // 2, dtype=torch.uint8).view(reference.E4M3).float()
+    mean_scale = WEIGHT_STD / float(codes.square().mean().sqrt())
 
     def draw(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        options = {"generator": generator, "device": "cuda"}
-        q, scale = reference.quantize_blocks(torch.randn(e, rows, columns, **options) * 0.02)
-        return q, scale * (torch.rand(scale.shape, **options) + 0.5)
+        size = (shape.num_experts, rows, columns)
+        weights = torch.randint(0, E4M3_CODES, size, dtype=torch.uint8, **options)
+        weights += weights >= E4M3_CODES // 2  # the sign comes behind the first code of NaN
+        blocks = (size[0], rows // reference.BLOCK, columns // reference.BLOCK)
+        scales = mean_scale * (torch.rand(blocks, **options) + 0.5)
+        return weights.view(reference.E4M3), scales
 
-    weights = (*draw(2 * n, k), *draw(k, n))
-    torch.cuda.empty_cache()
-    spec = FloorSpec()
+    k, n = shape.hidden, shape.intermediate
+    return (*draw(2 * n, k), *draw(k, n))
+
+
+def make_pool(copies: int, shape: LayerShape = p.SHAPE, seed: int = 0) -> Pool:
+    """Random weights; the copies are equal and lie apart."""
+    torch.cuda.empty_cache()  # of the shape before
+    weights = random_weights(shape, torch.Generator("cuda").manual_seed(seed))
+    spec = FloorSpec.of(shape, tool.facts().sm_count)
+    sizes = ("num_experts", "hidden", "intermediate", "top_k")
     return Pool(
         copies=[weights, *(tuple(t.clone() for t in weights) for _ in range(copies - 1))],
         up_samples=samples(weights[0], spec.up_chunks),
         down_samples=samples(weights[2], spec.down_chunks),
-        grid=tool.facts().sm_count,
-        scratchpad=alloc_scratchpad("cuda"),
+        spec=spec,
+        scratchpad=alloc_scratchpad("cuda", **{name: getattr(shape, name) for name in sizes}),
+        shape=shape,
     )
 
 
@@ -94,14 +116,14 @@ def make_case(pool: Pool, tokens: int, routing: str) -> Case:
     """Inputs of LAUNCHES launches; the references compute the tokens of all of them at once."""
     device = pool.copies[0][0].device
     generator = torch.Generator(device).manual_seed(1000 * tokens + p.ROUTINGS.index(routing))
-    logits = p.draw_logits(tokens, routing, p.LAUNCHES, generator)
+    logits = p.draw_logits(tokens, routing, p.LAUNCHES, generator, pool.shape)
     options = {"generator": generator, "device": device}
-    xs = [torch.randn(tokens, p.SHAPE.hidden, **options).bfloat16() for _ in logits]
-    lists = [p.active_experts(router) for router in logits]
-    together = (torch.cat(xs), torch.cat(logits), *pool.copies[0], p.TOP_K)
+    xs = [torch.randn(tokens, pool.shape.hidden, **options).bfloat16() for _ in logits]
+    lists = [p.active_experts(router, pool.shape.top_k) for router in logits]
+    together = (torch.cat(xs), torch.cat(logits), *pool.copies[0], pool.shape.top_k)
     layers = (reference.moe_block_fp8, reference.moe_fp32)
     want, meant = (list(layer(*together).split(tokens)) for layer in layers)
-    return Case(tokens, routing, xs, logits, lists, want, meant, len(pool.copies))
+    return Case(tokens, routing, xs, logits, lists, want, meant, len(pool.copies), pool.shape)
 
 
 def layer_contestant(case: Case, peer: Peer) -> Contestant:
@@ -134,7 +156,8 @@ def ourselves(pool: Pool, **options: object) -> Peer:
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         *inputs, out = tensors
-        return mono_moe(*inputs, top_k=p.TOP_K, out=out, scratchpad=pool.scratchpad, **options)
+        top_k, pad = pool.shape.top_k, pool.scratchpad
+        return mono_moe(*inputs, top_k=top_k, out=out, scratchpad=pad, **options)
 
     unquantised = options.get("activations") == "bf16"
     return Peer(call, pool.copies, p.MAX_ERROR_BF16 if unquantised else p.MAX_ERROR, unquantised)
@@ -143,9 +166,9 @@ def ourselves(pool: Pool, **options: object) -> Peer:
 def floor_contestant(pool: Pool, lists: Sequence[Sequence[int]], copies: int) -> Contestant:
     """The probe on the experts of each launch."""
     seen = (pool.up_samples, pool.down_samples)
-    want = torch.stack([expected_sums(*seen, ids, pool.grid) for ids in lists])
+    want = torch.stack([expected_sums(*seen, ids, pool.spec.grid) for ids in lists])
     pairs = [pool.copies[i % copies][0::2] for i in range(len(lists))]
-    return probe_contestant(FloorSpec(grid=pool.grid), pairs, lists, want)
+    return probe_contestant(pool.spec, pairs, lists, want)
 
 
 def empty_contestant(grid: int) -> Contestant:
@@ -170,7 +193,7 @@ def copy_contestant() -> Contestant:
 def case_rows(case: Case, results: dict[str, Result], cache: str) -> list[p.Row]:
     """Rows of one run; cold ones fail when the L2 cache could have helped."""
     experts = p.mean_experts(case.lists)
-    reuse = p.reuse_bytes(case.lists, case.copies) if cache != "warm" else 0
+    reuse = p.reuse_bytes(case.lists, case.copies, case.shape) if cache != "warm" else 0
     least = p.COLD_FACTOR * tool.facts().l2_bytes
     made = rows(
         results,
@@ -179,9 +202,10 @@ def case_rows(case: Case, results: dict[str, Result], cache: str) -> list[p.Row]
         case=None,
         routing=case.routing,
         cache=cache,
-        bytes=round(experts * p.EXPERT_BYTES),
+        bytes=round(experts * case.shape.expert_bytes),
         experts=experts,
         reuse_bytes=reuse,
+        shape=p.name_of(case.shape),
     )
     if cache != "cold" or reuse > least:
         return made
@@ -213,16 +237,17 @@ def token_rows(
 
 def context_rows(pool: Pool, replays: int) -> Iterator[p.Row]:
     """What the figures are to be read against: empty launches, a copy, one long stream."""
-    everything = [list(range(p.SHAPE.num_experts))] * len(pool.copies)
+    e = pool.shape.num_experts
+    everything = [list(range(e))] * len(pool.copies)
     contestants = {
-        "empty": empty_contestant(pool.grid),
+        "empty": empty_contestant(pool.spec.grid),
         "copy": copy_contestant(),
         "floor": floor_contestant(pool, everything, len(pool.copies)),
     }
     cases = {
         "empty": ("empty kernel", 0, 0),
         "copy": ("device copy, bytes read and written", 2 * COPY_BYTES, 0),
-        "floor": ("all experts", p.SHAPE.num_experts * p.EXPERT_BYTES, p.SHAPE.num_experts),
+        "floor": ("all experts", e * pool.shape.expert_bytes, e),
     }
     shared = {"op": "moe", "tokens": None, "routing": "none", "cache": "cold", "reuse_bytes": 0}
     for name, result in take_turns(contestants, replays).items():
@@ -230,23 +255,33 @@ def context_rows(pool: Pool, replays: int) -> Iterator[p.Row]:
         yield from rows({name: result}, case=case, bytes=nbytes, experts=experts, **shared)
 
 
+def cases_of(options: Options) -> Iterator[tuple[str, int]]:
+    """(routing, tokens): the default shape has more of them than the others."""
+    tokens, routings = OTHER_TOKENS, OTHER_ROUTINGS
+    if options.quick:
+        tokens, routings = QUICK_TOKENS, QUICK_ROUTINGS
+    elif options.shape == p.SHAPE:
+        tokens, routings = tuple(range(1, MAX_TOKENS + 1)), p.ROUTINGS
+    return product(routings, options.tokens or tokens)
+
+
 def measure(options: Options, advance: Advance) -> list[p.Row]:
-    """All rows of the layer."""
-    everything = QUICK_TOKENS if options.quick else tuple(range(1, MAX_TOKENS + 1))
-    routings = QUICK_ROUTINGS if options.quick else p.ROUTINGS
-    cases = list(product(routings, options.tokens or everything))
+    """All rows of the layer in one shape."""
+    shape, whole = options.shape, options.shape == p.SHAPE
+    cases = list(cases_of(options))
     steps = 3 + len(cases)
     advance("weights", steps)
-    pool = make_pool(options.copies)
+    pool = make_pool(options.copies, shape)
     advance("peers", steps)
+    found = find_peers(options, pool.copies)
     peers = {
         "cute_moe": ourselves(pool),
         "cute_moe_bf16": ourselves(pool, activations="bf16"),
         "cute_moe_programmatic": ourselves(pool, programmatic=True),
-        **find_peers(options, pool.copies),
+        **{name: peer for name, peer in found.items() if whole or not peer.baseline},
     }
     advance("empty kernel, copy, long stream", steps)
-    made = list(context_rows(pool, options.replays))
+    made = list(context_rows(pool, options.replays)) if whole else []
     for routing, tokens in cases:
         advance(f"M={tokens} {routing}", steps)
         made += token_rows(pool, peers, tokens, routing, options.replays)

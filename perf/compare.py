@@ -21,13 +21,15 @@ from report import read_rows
 from rich.console import Console
 from rich.table import Table
 
+from cute_moe.shapes import DEFAULT_SHAPE
+
 Key = tuple[object, ...]
 Run = Mapping[Key, Row]  # one run, by what makes a row the same as one of another run
 
 
 def key(row: Row) -> Key:
     """What makes a row of one run the same as a row of another."""
-    return row.op, row.contestant, row.tokens, row.case, row.routing, row.cache
+    return row.op, row.shape, row.contestant, row.tokens, row.case, row.routing, row.cache
 
 
 def read_run(path: Path) -> Run:
@@ -49,6 +51,8 @@ def read_run(path: Path) -> Run:
 def place_of(row: Row) -> str:
     """Which row of its contestant this is."""
     case = row.case or f"M={row.tokens}"
+    if row.shape and row.shape != DEFAULT_SHAPE:
+        case = f"{row.shape} {case}"
     return case if row.routing == "none" else f"{case} {row.routing}"
 
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import protocol as p
 import torch
 
+from cute_moe.shapes import DEFAULT_SHAPE, SHAPES, LayerShape
 from cute_moe.timing import capture
 
 OURS = "cute_moe"  # also the first part of the names of our variants
@@ -40,6 +41,12 @@ class Options:
     replays: int = p.REPLAYS
     copies: int = p.COPIES
     peers: tuple[str, ...] | None = None
+    shape_name: str = DEFAULT_SHAPE
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of the layer."""
+        return SHAPES[self.shape_name]
 
     def wants(self, peer: str) -> bool:
         """Whether a peer of that name is to take part."""

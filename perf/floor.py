@@ -22,6 +22,7 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 from cutlass.memory import SmemAllocator
 
 from cute_moe.host.compile import compile_cached
+from cute_moe.shapes import LayerShape
 
 CHUNK_BYTES = 16 * 1024
 LANES = 32
@@ -39,6 +40,18 @@ class FloorSpec:
     up_chunks: int = 128
     down_chunks: int = 64
     source: str = SOURCE
+
+    @classmethod
+    def of(cls, shape: LayerShape, grid: int) -> FloorSpec:
+        """For the experts of a layer. Raises ValueError where one is no whole number of chunks."""
+        for name in ("up_bytes", "down_bytes"):
+            if getattr(shape, name) % CHUNK_BYTES:
+                raise ValueError(
+                    f"shape: expected {name} of an expert in whole chunks of {CHUNK_BYTES}, "
+                    f"got {getattr(shape, name)} with {shape}"
+                )
+        up, down = shape.up_bytes // CHUNK_BYTES, shape.down_bytes // CHUNK_BYTES
+        return cls(grid=grid, up_chunks=up, down_chunks=down)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import protocol as p
 import torch
@@ -22,9 +26,11 @@ from contest import Options, skip
 
 from cute_moe import reference
 from cute_moe.moe import interleave_for_tma_wgmma_up
+from cute_moe.shapes import LayerShape
 
 FLASHINFER_SO = "CUTE_MOE_FLASHINFER_SO"
 FLASHINFER_SOFTMAX = 1
+TRITON_PEERS = p.ROOT / ".peers"  # the pipelines of vLLM and SGLang, set up beforehand
 Weights = tuple[torch.Tensor, ...]
 
 
@@ -45,12 +51,15 @@ class Peer:
     baseline: bool = False
 
 
-def flashinfer(copies: Sequence[Weights]) -> Peer:
+def flashinfer(copies: Sequence[Weights], shape: LayerShape) -> Peer:
     """FlashInfer's `mono_moe`: the installed package, or the library of perf/build_flashinfer.py.
 
     It quantises h per 64 features instead of 128 and adds with atomics, so its results differ by
-    about 0.025 from the reference, and a little from run to run.
+    about 0.025 from the reference, and a little from run to run. Raises ValueError for a shape that
+    it does not take.
     """
+    if shape != p.SHAPE:
+        raise ValueError(f"shape: FlashInfer takes {p.SHAPE} only")
     topk, scratchpad_bytes = _flashinfer_functions()
     scratchpad = torch.zeros(scratchpad_bytes, dtype=torch.uint8, device=copies[0][0].device)
     own = [(interleave_for_tma_wgmma_up(up), *others) for up, *others in copies]
@@ -91,7 +100,7 @@ def versions() -> dict[str, str]:
     Read from the text file that perf/build_flashinfer.py writes beside the library.
     """
     found = {}
-    for name in ("flashinfer-python", "vllm", "sglang", "triton"):
+    for name in ("flashinfer-python", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     path = library()
@@ -99,57 +108,57 @@ def versions() -> dict[str, str]:
         note = path.with_suffix(".txt")
         text = note.read_text(encoding="utf-8").strip() if note.is_file() else "unknown build"
         found[FLASHINFER_SO] = text
+    releases = TRITON_PEERS / "releases.txt"
+    if releases.is_file():
+        found["triton_peers"] = releases.read_text(encoding="utf-8").strip()
     return found
 
 
-def vllm_triton(copies: Sequence[Weights]) -> Peer:
+def vllm_triton(copies: Sequence[Weights], shape: LayerShape) -> Peer:
     """vLLM's Triton path with its tuned config: top-k, then align, quantise, two GEMMs, sum."""
-    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
-
-    def call(x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor) -> torch.Tensor:
-        w_up, s_up, w_down, s_down, _ = weights_and_out
-        weights, ids, _ = fused_topk(x, logits, p.TOP_K, renormalize=True)
-        config = fp8_w8a8_moe_quant_config(s_up, s_down, block_shape=[reference.BLOCK] * 2)
-        return fused_experts(x, w_up, w_down, weights, ids, quant_config=config)
-
-    return Peer(call, copies, max_error=0.05)
+    return _triton("vllm_moe", copies, shape)
 
 
-def sglang_triton(copies: Sequence[Weights]) -> Peer:
+def sglang_triton(copies: Sequence[Weights], shape: LayerShape) -> Peer:
     """SGLang's Triton path with its tuned config, with the same steps as vLLM's."""
-    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
-    from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
-    from sglang.srt.layers.moe.topk import StandardTopKOutput, fused_topk
+    return _triton("sglang_moe", copies, shape)
 
-    e = p.SHAPE.num_experts
-    runner = MoeRunnerConfig(num_experts=e, num_local_experts=e, inplace=False)
+
+def triton_peers() -> ModuleType:
+    """The module of both pipelines, from TRITON_PEERS."""
+    file = TRITON_PEERS / "triton_peers.py"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file")
+    if str(TRITON_PEERS) not in sys.path:
+        sys.path.append(str(TRITON_PEERS))
+    return importlib.import_module("triton_peers")
+
+
+def _triton(maker: str, copies: Sequence[Weights], shape: LayerShape) -> Peer:
+    """A pipeline for each weight copy, known by the address of its first tensor."""
+    make = getattr(triton_peers(), maker)
+    layers = {copy[0].data_ptr(): make(*copy, top_k=shape.top_k) for copy in copies}
 
     def call(x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor) -> torch.Tensor:
-        w_up, s_up, w_down, s_down, _ = weights_and_out
-        weights, ids = fused_topk(x, logits, p.TOP_K, renormalize=True)[:2]
-        topk = StandardTopKOutput(weights, ids, logits)
-        block = [reference.BLOCK] * 2
-        scales = {"w1_scale": s_up, "w2_scale": s_down, "block_shape": block}
-        return fused_experts(x, w_up, w_down, topk, runner, use_fp8_w8a8=True, **scales)
+        return layers[weights_and_out[0].data_ptr()](x, logits, weights_and_out[-1])
 
     return Peer(call, copies, max_error=0.05)
 
 
-def plain_torch(copies: Sequence[Weights]) -> Peer:
+def plain_torch(copies: Sequence[Weights], shape: LayerShape) -> Peer:
     """The layer in plain torch ops: gathers the chosen experts, dequantises them to bf16, bmm.
 
     Nothing is fused, and x and h are never quantised.
     """
-    return Peer(_torch_layer, copies, max_error=0.02, unquantised=True, baseline=True)
+    layer = partial(_torch_layer, shape.top_k)
+    return Peer(layer, copies, max_error=0.02, unquantised=True, baseline=True)
 
 
 def _torch_layer(
-    x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor
+    top_k: int, x: torch.Tensor, logits: torch.Tensor, *weights_and_out: torch.Tensor
 ) -> torch.Tensor:
     w_up, s_up, w_down, s_down, out = weights_and_out
-    top, ids = torch.softmax(logits.float(), dim=1).topk(p.TOP_K, dim=1)
+    top, ids = torch.softmax(logits.float(), dim=1).topk(top_k, dim=1)
     top = top / top.sum(dim=1, keepdim=True)
     chosen = ids.flatten()
 
@@ -158,14 +167,14 @@ def _torch_layer(
         blocks = rows.unflatten(-1, (-1, reference.BLOCK)).unflatten(-3, (-1, reference.BLOCK))
         return (blocks * scale[chosen][:, :, None, :, None].bfloat16()).view_as(rows)
 
-    tokens = x.repeat_interleave(p.TOP_K, dim=0).unsqueeze(2)
+    tokens = x.repeat_interleave(top_k, dim=0).unsqueeze(2)
     gate, value = torch.bmm(dense(w_up, s_up), tokens).squeeze(2).chunk(2, dim=1)
     h = torch.nn.functional.silu(gate) * value
     y = torch.bmm(dense(w_down, s_down), h.unsqueeze(2)).view(*ids.shape, -1)
     return out.copy_((y * top.unsqueeze(2)).sum(dim=1))
 
 
-ADAPTERS: dict[str, Callable[[Sequence[Weights]], Peer]] = {
+ADAPTERS: dict[str, Callable[[Sequence[Weights], LayerShape], Peer]] = {
     "flashinfer": flashinfer,
     "vllm_triton": vllm_triton,
     "sglang_triton": sglang_triton,
@@ -179,7 +188,7 @@ def find_peers(options: Options, copies: Sequence[Weights]) -> dict[str, Peer]:
     for name, adapter in ADAPTERS.items():
         if options.wants(name):
             try:
-                found[name] = adapter(copies)
+                found[name] = adapter(copies, options.shape)
             except Exception as error:  # whatever a foreign package raises
                 skip(name, error)
     return found

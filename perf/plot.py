@@ -179,8 +179,10 @@ PLOTS: Mapping[str, Plot] = {
 def draw(mode: str, rows: Sequence[Row]) -> str:
     """The SVG of a mode in PLOTS. Raises ValueError when it has no rows to draw."""
     plot = PLOTS[mode]
+    shape = next((row.shape for row in rows if row.shape), None)
+    title = f"{plot.title}, {shape}" if shape else plot.title
     kept = [row for row in rows if plot.keep(row)]
     if not kept:
         raise ValueError(f"{plot.title}: expected rows to draw, got none")
     height = plot.height + plot.height_of_case * len({row.case for row in kept})
-    return svg(WIDTH, height, lambda figure: plot.paint(figure, plot.title, kept))
+    return svg(WIDTH, height, lambda figure: plot.paint(figure, title, kept))

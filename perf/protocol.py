@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from cute_moe import reference
-from cute_moe.kernels.moe.spec import MoeSpec
+from cute_moe.shapes import DEFAULT_SHAPE, SHAPES, LayerShape
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = MoeSpec()
-TOP_K = 8
+SHAPE = SHAPES[DEFAULT_SHAPE]  # of the programs that know one only
+TOP_K = SHAPE.top_k
 MAX_ERROR = 1.5e-2  # of the layer, relative Frobenius error against its block-FP8 reference
 MAX_ERROR_BF16 = 1e-2  # the same against the fp32 layer, with bf16 activations
 LAUNCHES = 24
@@ -31,9 +31,6 @@ REPLAYS = 30
 COPIES = 12  # weight copies: 11 launches lie between two uses of one, 277 MB at M = 1
 WARM_UP_REPLAYS = 5
 ROUTINGS = ("uniform", "skewed", "same")
-UP_BYTES = 2 * SHAPE.intermediate * SHAPE.hidden  # of one expert
-DOWN_BYTES = SHAPE.intermediate * SHAPE.hidden
-EXPERT_BYTES = UP_BYTES + DOWN_BYTES
 COLD_FACTOR = 4  # least ratio of the bytes between two uses of an expert to the L2 cache
 BASES = ("floor", "copy")  # what the others of one run are compared with, the first that is there
 CACHES = ("cold", "warm", "eager")
@@ -47,7 +44,8 @@ L2_BYTES_PER_CYCLE = 64  # what one SM can take from the L2 cache
 class Row:
     """One measured figure: µs per launch (median), [p10, p90], bytes that a launch must move.
 
-    `case` names rows without tokens; `experts` is the mean number of distinct experts a launch;
+    `case` names rows without tokens, `shape` that of a layer, by its key in `SHAPES`; `experts`
+    is the mean number of distinct experts a launch;
     `cache` is "cold", "warm" (data may come from L2) or "eager" (no graph, host time included);
     `reuse_bytes` is the least number of bytes that a graph reads between two uses of the same
     data (0 where that has no meaning); `of_floor` the median ratio to the run's one of BASES.
@@ -66,6 +64,7 @@ class Row:
     reuse_bytes: int
     check: str
     of_floor: float | None = None
+    shape: str | None = None
 
     def __post_init__(self) -> None:
         if self.cache not in CACHES or self.routing not in (*ROUTINGS, "none"):
@@ -125,19 +124,28 @@ def summary(times: Sequence[float]) -> tuple[float, tuple[float, float]]:
     return middle, (low, high)
 
 
+def name_of(shape: LayerShape) -> str | None:
+    """The name that a shape is known by, if any."""
+    return next((name for name, known in SHAPES.items() if known == shape), None)
+
+
 def draw_logits(
-    tokens: int, routing: str, launches: int, generator: torch.Generator
+    tokens: int,
+    routing: str,
+    launches: int,
+    generator: torch.Generator,
+    shape: LayerShape,
 ) -> list[torch.Tensor]:
     """Router logits bf16 [tokens, E] for every launch, on the generator's device.
 
     uniform: every expert is as likely; skewed: Zipf popularity, the popular experts being the
-    same in all launches; same: all tokens have 8 experts, other ones in every launch.
-    Raises ValueError for another routing.
+    same in all launches; same: all tokens have the same experts, other ones in every launch
+    where there are enough. Raises ValueError for another routing.
     """
     if routing not in ROUTINGS:
         raise ValueError(f"routing: expected one of {ROUTINGS}, got {routing!r}")
     options = {"generator": generator, "device": generator.device}
-    e = SHAPE.num_experts
+    e, k = shape.num_experts, shape.top_k
     order = torch.randperm(e, **options)
     result = []
     for launch in range(launches):
@@ -145,15 +153,15 @@ def draw_logits(
         if routing == "skewed":
             logits -= 1.5 * torch.log(torch.arange(1, e + 1, device=generator.device))[order]
         elif routing == "same":
-            chosen = torch.arange(launch * TOP_K, (launch + 1) * TOP_K, device=generator.device)
+            chosen = torch.arange(launch * k, (launch + 1) * k, device=generator.device)
             logits[:, order[chosen % e]] += 20.0
         result.append(logits.to(torch.bfloat16))
     return result
 
 
-def active_experts(logits: torch.Tensor) -> list[int]:
+def active_experts(logits: torch.Tensor, top_k: int) -> list[int]:
     """Distinct experts of one launch in order of first appearance, as the kernel reads them."""
-    ids, _ = reference.route(logits, TOP_K)
+    ids, _ = reference.route(logits, top_k)
     return list(dict.fromkeys(ids.flatten().tolist()))
 
 
@@ -162,7 +170,7 @@ def mean_experts(lists: Sequence[Sequence[int]]) -> float:
     return round(sum(map(len, lists)) / len(lists), 2)
 
 
-def reuse_bytes(lists: Sequence[Sequence[int]], copies: int) -> int:
+def reuse_bytes(lists: Sequence[Sequence[int]], copies: int, shape: LayerShape) -> int:
     """Least bytes read between two uses of the same weights in a graph that repeats for ever.
 
     A launch reads w_up of all its experts in order, then w_down; copy = launch % copies.
@@ -171,7 +179,7 @@ def reuse_bytes(lists: Sequence[Sequence[int]], copies: int) -> int:
     position, least = 0, None
     for launch, experts in enumerate([*lists, *lists]):
         copy = launch % len(lists) % copies
-        for is_down, size in ((False, UP_BYTES), (True, DOWN_BYTES)):
+        for is_down, size in ((False, shape.up_bytes), (True, shape.down_bytes)):
             for expert in experts:
                 key = (copy, expert, is_down)
                 if key in ends:
@@ -258,11 +266,17 @@ def to_text(content: Mapping[str, object]) -> str:
 
 
 def from_json(content: Mapping[str, object]) -> list[Row]:
-    """The rows of a results file. Raises TypeError for a field that does not belong there."""
+    """The rows of a results file. Raises TypeError for a field that does not belong there.
+
+    Rows of a layer that name no shape are of the default one.
+    """
     rows = []
     for fields in content["rows"]:
         spread = tuple(fields["spread_us"])
-        rows.append(Row(**{"tokens": None, "case": None, **fields, "spread_us": spread}))
+        row = Row(**{"tokens": None, "case": None, **fields, "spread_us": spread})
+        if row.op == "moe" and row.tokens and row.shape is None:
+            row = replace(row, shape=DEFAULT_SHAPE)
+        rows.append(row)
     return rows
 
 

@@ -17,6 +17,8 @@ import stamps
 import timeline_plot
 from protocol import ROUTINGS, Row, base_of, from_json
 
+from cute_moe.shapes import DEFAULT_SHAPE, SHAPES
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "perf" / "results" / "h200"
 TIMELINES = RESULTS / "timelines"  # traces that perf/timeline.py recorded
@@ -114,15 +116,47 @@ def duration(us: float) -> str:
     return f"{us / US_PER_S:.3g} s" if us >= US_PER_S / 100 else f"{us:.3g} µs"
 
 
+def shapes_table(rows: Sequence[Row]) -> str:
+    """One line per shape and M: uniform routing, cold weights, µs of all contestants."""
+    cold = [row for row in rows if row.tokens and (row.cache, row.routing) == ("cold", "uniform")]
+    names = contestants(cold, ("floor", "cute_moe"))
+    lines = []
+    for shape in dict.fromkeys(row.shape for row in cold):
+        of_shape = [row for row in cold if row.shape == shape]
+        for tokens in sorted({row.tokens for row in of_shape}):
+            at = [find(of_shape, name, (tokens, None, "uniform", "cold")) for name in names]
+            first, ours = next(row for row in at if row), at[names.index("cute_moe")]
+            line = [shape, str(tokens), f"{first.experts:.1f}", f"{first.bytes / 1e6:.1f}"]
+            lines.append([*line, *map(us, at), ratio(ours)])
+    head = ["shape", "M", "experts", "MB", *(f"{name} µs" for name in names)]
+    return markdown([*head, "cute_moe / floor"], lines)
+
+
 TABLES = {"moe": moe_table, "dispatch": case_table, "argmin": case_table, "host": host_table}
+STEMS = {mode: f"moe_{DEFAULT_SHAPE}" if mode == "moe" else mode for mode in TABLES}
+OTHERS = "moe_shapes"  # the block of the other shapes
+
+
+def place(content: Mapping[str, object]) -> str:
+    """Where and when something was measured."""
+    meta = content["meta"]
+    clocks = str(meta["clocks"]).split(",")[0]
+    where = f"{meta['gpu']}, SM clock {clocks}, driver {meta['driver']}, commit {meta['commit']}"
+    return f"{where}, {meta['date']}."
 
 
 def block(mode: str, content: Mapping[str, object]) -> str:
     """What stands between the marks of a mode: where and when it was measured, and the table."""
-    meta = content["meta"]
-    clocks = str(meta["clocks"]).split(",")[0]
-    where = f"{meta['gpu']}, SM clock {clocks}, driver {meta['driver']}, commit {meta['commit']}"
-    return f"{where}, {meta['date']}.\n\n{TABLES[mode](from_json(content))}"
+    return f"{place(content)}\n\n{TABLES[mode](from_json(content))}"
+
+
+def others_block(contents: Sequence[Mapping[str, object]]) -> str:
+    """The same for the shapes of the layer that have no table of their own; they may be none."""
+    if not contents:
+        return ""
+    places = "\n".join(dict.fromkeys(map(place, contents)))
+    rows = [row for content in contents for row in from_json(content)]
+    return f"{places}\n\n{shapes_table(rows)}"
 
 
 def replaced(readme: str, mode: str, text: str) -> str:
@@ -148,13 +182,18 @@ def outputs() -> dict[Path, str]:
     """Every file that is made from the results, with its content."""
     readme = ROOT / "README.md"
     made = {readme: readme.read_text(encoding="utf-8")}
+    others = [RESULTS / f"moe_{name}.json" for name in SHAPES if name != DEFAULT_SHAPE]
+    contents = {path.stem: read(path) for path in others if path.exists()}
+    made[readme] = replaced(made[readme], OTHERS, others_block(list(contents.values())))
+    for name, content in contents.items():
+        made[PLOTS / f"{name}.svg"] = plot.draw("moe", from_json(content))
     for mode in TABLES:
-        path = RESULTS / f"{mode}.json"
+        path = RESULTS / f"{STEMS[mode]}.json"
         content = read(path) if path.exists() else None
         text = block(mode, content) if content else ""
         made[readme] = replaced(made[readme], mode, text)
         if content and mode in plot.PLOTS:
-            made[PLOTS / f"{mode}.svg"] = plot.draw(mode, from_json(content))
+            made[PLOTS / f"{STEMS[mode]}.svg"] = plot.draw(mode, from_json(content))
     for path in sorted(TIMELINES.glob("*.json")):
         made[PLOTS / f"{path.stem}.svg"] = timeline_plot.draw(stamps.read(path))
     return made

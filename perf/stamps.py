@@ -102,7 +102,7 @@ def record(
     pads = [layout.allocate(calls[0][0].device) for _ in calls]
     used = sum(size for _, size in spec.scratch_regions)
     launches = [
-        lambda call=call, pad=pad[:used]: function(*call, pad)
+        lambda call=call, pad=pad[:used]: function(*call, pad, None, None)
         for call, pad in zip(calls, pads, strict=True)
     ]
     graph = capture(launches)

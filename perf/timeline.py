@@ -48,7 +48,7 @@ def collect(pool: Pool, tokens: int) -> Trace:
         (case.xs[i], case.logits[i], *pool.copies[i % case.copies], out)
         for i, out in enumerate(outs)
     ]
-    names, stamps = record(calls, MoeSpec(top_k=protocol.TOP_K, grid=pool.grid))
+    names, stamps = record(calls, MoeSpec(top_k=protocol.TOP_K, grid=pool.spec.grid))
     error = max(relative_error(out, want) for out, want in zip(outs, case.want, strict=True))
     if not error <= protocol.MAX_ERROR:
         raise RuntimeError(f"the traced kernel is wrong: error {error:.3g}")

@@ -20,12 +20,20 @@ from perf_rows import MB, FakeGraph, Streams, example_rows, fake_interleave, mak
 from cute_moe import reference
 from cute_moe.host.compile import compile_report
 from cute_moe.host.device import DeviceFacts
+from cute_moe.shapes import SHAPES, LayerShape
 
 
 def test_the_probe_reads_the_bytes_of_an_expert() -> None:
-    spec = floor.FloorSpec()
-    assert spec.up_chunks * floor.CHUNK_BYTES == protocol.UP_BYTES
-    assert spec.down_chunks * floor.CHUNK_BYTES == protocol.DOWN_BYTES
+    assert floor.FloorSpec.of(protocol.SHAPE, 132) == floor.FloorSpec()
+    for shape in SHAPES.values():
+        spec = floor.FloorSpec.of(shape, 132)
+        read = (spec.up_chunks + spec.down_chunks) * floor.CHUNK_BYTES
+        assert read == 3 * shape.hidden * shape.intermediate and spec.up_chunks > spec.down_chunks
+
+
+def test_the_probe_refuses_what_is_no_whole_chunk() -> None:
+    with pytest.raises(ValueError, match="shape: expected down_bytes .* got 24576 "):
+        floor.FloorSpec.of(LayerShape(8, 768, 32, 2), 132)
 
 
 def test_active_experts_are_distinct_and_in_order_of_appearance() -> None:
@@ -33,14 +41,15 @@ def test_active_experts_are_distinct_and_in_order_of_appearance() -> None:
     logits[0, [9, 3, 7, 1, 200, 100, 50, 25]] = torch.arange(8.0, 0.0, -1.0)
     logits[1] = logits[0]
     logits[1, 4] = 20.0
-    assert protocol.active_experts(logits) == [9, 3, 7, 1, 200, 100, 50, 25, 4]
+    assert protocol.active_experts(logits, 8) == [9, 3, 7, 1, 200, 100, 50, 25, 4]
     assert protocol.mean_experts([[1, 2], [3]]) == 1.5
 
 
 @pytest.mark.parametrize("routing", protocol.ROUTINGS)
 def test_routings(routing) -> None:
-    drawn = protocol.draw_logits(4, routing, 24, torch.Generator().manual_seed(1))
-    lists = [protocol.active_experts(logits) for logits in drawn]
+    shape = protocol.SHAPE
+    drawn = protocol.draw_logits(4, routing, 24, torch.Generator().manual_seed(1), shape)
+    lists = [protocol.active_experts(logits, shape.top_k) for logits in drawn]
     assert all(logits.dtype == torch.bfloat16 for logits in drawn)
     assert len({tuple(ids) for ids in lists}) == 24, "every launch has a routing of its own"
     if routing == "same":
@@ -48,34 +57,39 @@ def test_routings(routing) -> None:
         assert len({e for ids in lists for e in ids}) == 24 * 8
     else:
         assert 8 < protocol.mean_experts(lists) < 32
-    assert protocol.reuse_bytes(lists, protocol.COPIES) > 11 * 8 * protocol.EXPERT_BYTES
+    assert protocol.reuse_bytes(lists, protocol.COPIES, shape) > 11 * 8 * shape.expert_bytes
 
 
 def test_skewed_routing_has_fewer_experts() -> None:
     def mean(routing: str) -> float:
-        drawn = protocol.draw_logits(8, routing, 24, torch.Generator().manual_seed(1))
-        return protocol.mean_experts([protocol.active_experts(logits) for logits in drawn])
+        shape = protocol.SHAPE
+        drawn = protocol.draw_logits(8, routing, 24, torch.Generator().manual_seed(1), shape)
+        return protocol.mean_experts(
+            [protocol.active_experts(logits, shape.top_k) for logits in drawn]
+        )
 
     assert mean("skewed") < 0.8 * mean("uniform")
 
 
 def test_unknown_routing() -> None:
     with pytest.raises(ValueError, match="routing"):
-        protocol.draw_logits(1, "other", 1, torch.Generator())
+        protocol.draw_logits(1, "other", 1, torch.Generator(), protocol.SHAPE)
 
 
 def test_reuse_distance() -> None:
+    shape = protocol.SHAPE
     # One expert all the time: between two uses of its w_up lies its w_down, and vice versa.
-    assert protocol.reuse_bytes([[5]], 1) == 1 * MB
+    assert protocol.reuse_bytes([[5]], 1, shape) == 1 * MB
     # After w_up of 5 in the last launch: w_up of 6 and both w_down, then w_up of 5 once more.
-    assert protocol.reuse_bytes([[5, 6], [7], [5, 6]], 1) == 4 * MB
+    assert protocol.reuse_bytes([[5, 6], [7], [5, 6]], 1, shape) == 4 * MB
     # Another copy for every launch: a whole launch of the other copy lies between.
-    assert protocol.reuse_bytes([[5], [5]], 2) == 1 * MB + 3 * MB
-    assert protocol.reuse_bytes([[5], [5]], 1) == 1 * MB
+    assert protocol.reuse_bytes([[5], [5]], 2, shape) == 1 * MB + 3 * MB
+    assert protocol.reuse_bytes([[5], [5]], 1, shape) == 1 * MB
 
 
 def test_copies_keep_every_case_cold() -> None:
-    least = 8 * protocol.EXPERT_BYTES * (protocol.COPIES - 1)
+    least = min(shape.top_k * shape.expert_bytes for shape in SHAPES.values())
+    least *= protocol.COPIES - 1
     assert protocol.LAUNCHES % protocol.COPIES == 0
     assert least > protocol.COLD_FACTOR * 60 * MB, "the L2 of an H200"
 
@@ -189,7 +203,7 @@ def test_results_file_and_exit_code(monkeypatch, tmp_path, capsys, us, code) -> 
     assert settings["replays"] == 7 and "24 launches" in settings["text"]
     assert settings["peers"] == ["torch"] and settings["tokens"] is None
     assert settings["skipped"] == {"flashinfer": "OSError: no file"}
-    assert (tmp_path / "moe.svg").exists()
+    assert (tmp_path / "moe_qwen3.5-35b.svg").exists()
     out = capsys.readouterr().out
     assert "1.250" in out and ("1 FAILED" in out) is (code == 1)
 
@@ -363,6 +377,6 @@ def test_a_cold_row_must_be_cold(monkeypatch) -> None:
     monkeypatch.setattr(tool, "facts", lambda: facts)
     lists = [list(range(8))] * protocol.LAUNCHES
     for copies, check in ((1, "not cold: 23 MB between two uses"), (protocol.COPIES, "ok")):
-        case = bench_moe.Case(1, "uniform", [], [], lists, [], [], copies)
+        case = bench_moe.Case(1, "uniform", [], [], lists, [], [], copies, protocol.SHAPE)
         (row,) = bench_moe.case_rows(case, {"cute_moe": contest.Result([2.0], "ok")}, "cold")
         assert row.check == check and row.experts == 8.0 and row.bytes == 24 * MB

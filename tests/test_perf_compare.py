@@ -44,6 +44,16 @@ def test_worse_is_more_than_the_limit_and_than_the_spread(tmp_path, capsys, rati
     assert ("none of ours worse, of 1 ratios and 0 times" in out) is not code
 
 
+def test_rows_of_different_shapes_are_different_rows(tmp_path, capsys) -> None:
+    """Files from before the shapes had names are of the default one."""
+    ours = make_row("cute_moe", 15.0, of_floor=1.2)
+    old, new = replace(ours, shape=None), replace(ours, shape="qwen3-next")
+    paths = [write(tmp_path / f"{i}.json", [row]) for i, row in enumerate((old, ours, new))]
+    assert compare.main(paths[:2]) == 0
+    assert compare.main([paths[0], paths[2]]) == 2
+    assert compare.place_of(new) == "qwen3-next M=2 uniform"
+
+
 def test_limits_can_be_given(tmp_path) -> None:
     paths = runs(tmp_path, 1.2, 1.22)
     assert compare.main([*paths, "--limit", "0.02"]) == 0

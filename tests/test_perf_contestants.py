@@ -18,7 +18,7 @@ from perf_rows import MB, FakeGraph, Streams, fake_interleave
 
 import cute_moe
 from cute_moe import reference
-from cute_moe.synthetic import LayerShape
+from cute_moe.shapes import LayerShape
 
 SHAPE = LayerShape(num_experts=32, hidden=256, intermediate=128, top_k=8)
 LAUNCHES, COPIES = 4, 2
@@ -34,7 +34,6 @@ def no_gpu(monkeypatch) -> None:
     monkeypatch.setattr(contest, "capture", FakeGraph)
     monkeypatch.setattr(contest, "SKIPPED", {})
     monkeypatch.setattr(protocol, "interleave", fake_interleave)
-    monkeypatch.setattr(protocol, "SHAPE", SHAPE)
     monkeypatch.setattr(protocol, "LAUNCHES", LAUNCHES)
     monkeypatch.setattr(protocol, "WARM_UP_REPLAYS", 1)
 
@@ -52,8 +51,8 @@ def pool(no_gpu, monkeypatch) -> bench_moe.Pool:
     e, k, n = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
     sizes = ((e, 2 * n, k), (e, k, n))
     weights = [t for size in sizes for t in reference.quantize_blocks(0.05 * torch.randn(size))]
-    nothing = torch.empty(0)
-    return bench_moe.Pool([tuple(weights)] * COPIES, nothing, nothing, 4, nothing)
+    nothing, spec = torch.empty(0), floor.FloorSpec(grid=4)
+    return bench_moe.Pool([tuple(weights)] * COPIES, nothing, nothing, spec, nothing, SHAPE)
 
 
 def test_references_of_a_case_are_those_of_each_launch(pool) -> None:
@@ -83,7 +82,7 @@ def test_rows_of_the_layer(pool, monkeypatch, capsys, tokens, routing) -> None:
         "cute_moe": bench_moe.ourselves(pool),
         "cute_moe_bf16": bench_moe.ourselves(pool, activations="bf16"),
         "flashinfer": peers.Peer(broken, pool.copies, 0.05),
-        "torch": peers.plain_torch(pool.copies),
+        "torch": peers.plain_torch(pool.copies, SHAPE),
     }
     made = bench_moe.token_rows(pool, racing, tokens, routing, 2)
     for row in made:  # wrong outputs would go before a cache that is not cold
@@ -184,7 +183,7 @@ def test_a_peer_that_fails_when_called_costs_the_host_mode_nothing(
     found = {
         "flashinfer": peers.Peer(broken, pool.copies, 0.05),
         "vllm_triton": peers.Peer(lambda *_: want, pool.copies, 0.05),
-        "torch": peers.plain_torch(pool.copies),
+        "torch": peers.plain_torch(pool.copies, SHAPE),
     }
     monkeypatch.setattr(bench_host, "make_inputs", lambda: (*inputs, torch.empty_like(x)))
     monkeypatch.setattr(bench_host, "find_peers", lambda options, copies: found)

@@ -19,6 +19,7 @@ from contest import Contestant, Options, Result
 from moe_cases import E, K, N
 
 from cute_moe import reference
+from cute_moe.shapes import DEFAULT_SHAPE, SHAPES
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_plain_torch_is_the_layer(weights, tokens) -> None:
-    peer = peers.plain_torch([weights])
+    peer = peers.plain_torch([weights], protocol.SHAPE)
     x, logits = inputs(tokens)
     out = torch.full_like(x, torch.nan)
     assert peer.call(x, logits, *peer.copies[0], out) is out
@@ -61,7 +62,8 @@ def without_modules(monkeypatch, *names: str) -> None:
 def test_peers_that_are_not_there_say_why(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.delenv(peers.FLASHINFER_SO, raising=False)
     monkeypatch.setattr(peers, "LIBRARY", tmp_path / "mono_moe.so")
-    without_modules(monkeypatch, "flashinfer", "vllm", "sglang")
+    monkeypatch.setattr(peers, "TRITON_PEERS", tmp_path)
+    without_modules(monkeypatch, "flashinfer")
     assert list(peers.find_peers(Options(), [])) == ["torch"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == [
@@ -92,9 +94,44 @@ def test_versions_of_the_peers(monkeypatch, tmp_path) -> None:
     assert peers.versions()[peers.FLASHINFER_SO] == "wheel, nvcc"
 
 
+def test_flashinfer_takes_one_shape() -> None:
+    for name in set(SHAPES) - {DEFAULT_SHAPE}:
+        assert peers.find_peers(Options(peers=("flashinfer",), shape_name=name), []) == {}
+        assert contest.SKIPPED["flashinfer"].startswith("ValueError: shape: FlashInfer takes")
+
+
+@pytest.mark.parametrize("name", ["sglang_triton", "vllm_triton"])
+def test_triton_peers_have_a_pipeline_for_each_copy(monkeypatch, tmp_path, name) -> None:
+    made = []
+
+    def maker(*weights: torch.Tensor, top_k: int) -> object:
+        made.append((weights, top_k))
+        return lambda x, logits, out: out.fill_(float(weights[0][0]))
+
+    module = types.ModuleType("triton_peers")
+    setattr(module, name.replace("_triton", "_moe"), maker)
+    monkeypatch.setitem(sys.modules, "triton_peers", module)
+    monkeypatch.setattr(peers, "TRITON_PEERS", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = Options(peers=(name,), shape_name="qwen3-next")
+    assert peers.find_peers(options, []) == {}, "without the file nothing is imported"
+    (tmp_path / "triton_peers.py").touch()
+    copies = [tuple(torch.full((2,), 4.0 * i + j) for j in range(4)) for i in range(2)]
+    peer = peers.find_peers(options, copies)[name]
+    out = torch.empty(3)
+    for copy in peer.copies:
+        assert peer.call(out, out, *copy, out) is out and (out == copy[0][0]).all()
+    assert [top_k for _, top_k in made] == [10, 10]
+    assert all(
+        a is b
+        for (got, _), c in zip(made, copies, strict=True)
+        for a, b in zip(got, c, strict=True)
+    )
+
+
 @pytest.mark.parametrize("error", [TypeError, ValueError, KeyError])
 def test_an_adapter_that_fails_costs_its_peer_only(monkeypatch, capsys, error) -> None:
-    def adapter(copies: object) -> peers.Peer:
+    def adapter(copies: object, shape: object) -> peers.Peer:
         raise error("another signature")
 
     monkeypatch.setattr(peers, "ADAPTERS", {"other": adapter, "torch": peers.plain_torch})
@@ -105,7 +142,7 @@ def test_an_adapter_that_fails_costs_its_peer_only(monkeypatch, capsys, error) -
 def test_flashinfer_gets_its_own_layout(monkeypatch, weights) -> None:
     calls = []
     monkeypatch.setattr(peers, "_flashinfer_functions", lambda: (lambda *a: calls.append(a), 64))
-    peer = peers.flashinfer([weights])
+    peer = peers.flashinfer([weights], protocol.SHAPE)
     x, logits = inputs(1)
     out = torch.empty_like(x)
     assert peer.call(x, logits, *peer.copies[0], out) is out
@@ -121,7 +158,7 @@ def test_flashinfer_gets_its_own_layout(monkeypatch, weights) -> None:
 def test_a_contestant_checks_what_the_peer_returned(weights) -> None:
     x, logits = inputs(2)
     want = reference.moe_block_fp8(x, logits, *weights, protocol.TOP_K)
-    case = bench_moe.Case(2, "uniform", [x], [logits], [[0]], [want], [3 * want], copies=1)
+    case = bench_moe.Case(2, "uniform", [x], [logits], [[0]], [want], [3 * want], 1, protocol.SHAPE)
 
     def layer(factor: float, unquantised: bool = False) -> Contestant:
         peer = peers.Peer(lambda *tensors: want * factor, [weights], 0.01, unquantised)

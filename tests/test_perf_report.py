@@ -14,6 +14,8 @@ import pytest
 import report
 from perf_rows import MB, example_rows, make_row
 
+from cute_moe.shapes import DEFAULT_SHAPE
+
 SVG = "{http://www.w3.org/2000/svg}"
 META = {"gpu": "G", "clocks": "1980 MHz, 3201 MHz", "driver": "5", "commit": "abc", "date": "D"}
 CONTEXT_CASES = {"empty kernel", "device copy, bytes read and written"}
@@ -51,6 +53,29 @@ def test_moe_table() -> None:
     assert "| 15.0 | 1.25 | 30.0 | 2.00 | 11.0 |" in with_peer[2]
 
 
+def other_rows(shape: str) -> list[protocol.Row]:
+    return [
+        make_row(name, us * m, m, of_floor=of_floor, shape=shape)
+        for m in (2, 1)
+        for name, us, of_floor in (
+            ("cute_moe", 12.0, 1.2), ("floor", 10.0, None), ("vllm_triton", 30.0, 3.0),
+        )
+    ]  # fmt: skip
+
+
+def test_table_of_other_shapes() -> None:
+    rows = [*other_rows("qwen3-30b"), *other_rows("glm-4.5-air")]
+    skewed = make_row("cute_moe", 99.0, 1, routing="skewed", shape="qwen3-30b")
+    assert report.shapes_table([*rows, skewed]).splitlines() == [
+        "| shape | M | experts | MB | floor µs | cute_moe µs | vllm_triton µs | cute_moe / floor |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| qwen3-30b | 1 | 16.0 | 50.3 | 10.0 | 12.0 | 30.0 | 1.20 |",
+        "| qwen3-30b | 2 | 16.0 | 50.3 | 20.0 | 24.0 | 60.0 | 1.20 |",
+        "| glm-4.5-air | 1 | 16.0 | 50.3 | 10.0 | 12.0 | 30.0 | 1.20 |",
+        "| glm-4.5-air | 2 | 16.0 | 50.3 | 20.0 | 24.0 | 60.0 | 1.20 |",
+    ]
+
+
 def test_case_table() -> None:
     assert report.case_table(dispatch_rows()).splitlines() == [
         "| case | MB | cute_moe µs | copy µs | torch µs | cute_moe / copy |",
@@ -75,13 +100,15 @@ def write(folder: Path, mode: str, rows: list[protocol.Row]) -> None:
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
     """A README with marks, and results of two modes; report.py works there."""
-    marks = "".join(f"<!-- perf:{m} -->\nold\n<!-- /perf:{m} -->\n" for m in report.TABLES)
+    marks = "".join(
+        f"<!-- perf:{m} -->\nold\n<!-- /perf:{m} -->\n" for m in (*report.TABLES, report.OTHERS)
+    )
     (tmp_path / "README.md").write_text(f"first\n{marks}last\n", encoding="utf-8")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     monkeypatch.setattr(report, "PLOTS", tmp_path / "plots")
     monkeypatch.setattr(report, "TIMELINES", tmp_path / "timelines")
-    write(tmp_path, "moe", example_rows())
+    write(tmp_path, "moe_qwen3.5-35b", example_rows())
     write(tmp_path, "dispatch", dispatch_rows())
     return tmp_path
 
@@ -94,17 +121,29 @@ def test_report_writes_and_checks(project, capsys) -> None:
     assert readme.startswith("first\n") and readme.endswith("last\n")
     assert "G, SM clock 1980 MHz, driver 5, commit abc, D.\n\n| routing |" in readme
     assert "| small | 2.1 | 1.80 |" in readme and "old" not in readme
-    assert (project / "plots" / "moe.svg").exists()
+    assert (project / "plots" / "moe_qwen3.5-35b.svg").exists()
     assert report.main(["--check"]) == 0
-    write(project, "moe", [replace(row, us=99.0) for row in example_rows()])
+    write(project, "moe_qwen3.5-35b", [replace(row, us=99.0) for row in example_rows()])
     assert report.main(["--check"]) == 1
     out = capsys.readouterr().out
-    assert "plots/moe.svg: disagrees" in out and "README.md: disagrees" in out
+    assert "plots/moe_qwen3.5-35b.svg: disagrees" in out and "README.md: disagrees" in out
+
+
+def test_other_shapes_share_a_table_and_have_a_plot_each(project) -> None:
+    for shape in ("glm-4.5-air", "qwen3-30b"):
+        write(project, f"moe_{shape}", other_rows(shape))
+    assert report.main([]) == 0
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    block = readme.partition("<!-- perf:moe_shapes -->\n")[2].partition("<!--")[0]
+    assert block.count("G, SM clock") == 1
+    assert block.index("| qwen3-30b | 1 |") < block.index("| glm-4.5-air | 2 |")
+    svg = (project / "plots" / "moe_glm-4.5-air.svg").read_text(encoding="utf-8")
+    assert any(text.endswith("cold weights, glm-4.5-air") for text in texts(svg))
 
 
 def test_readme_without_marks(project) -> None:
     (project / "README.md").write_text("nothing", encoding="utf-8")
-    with pytest.raises(ValueError, match="expected one <!-- perf:moe -->"):
+    with pytest.raises(ValueError, match="expected one <!-- perf:moe_shapes -->"):
         report.main([])
 
 
@@ -175,7 +214,7 @@ def test_no_text_is_cut_off(mode, monkeypatch) -> None:
         return figures.svg(width, height, painted)
 
     monkeypatch.setattr(plot, "svg", svg)
-    rows = report.read_rows(report.RESULTS / f"{mode}.json")
+    rows = report.read_rows(report.RESULTS / f"{report.STEMS[mode]}.json")
     plot.draw(mode, rows)
     assert {row.contestant for row in rows} - {"empty", "torch"} <= {*seen[1:], "copy"}
 
@@ -219,21 +258,30 @@ def test_committed_results(path) -> None:
     names = {"gpu", "driver", "clocks", "versions", "commit", "date", "protocol"}
     assert names <= set(content["meta"])
     rows = protocol.from_json(content)
-    assert rows and all(row.passed and row.op == path.stem for row in rows)
+    assert rows and all(row.passed and row.op == mode_of(path) for row in rows)
     for row in rows:
         assert row.us > 0 and row.spread_us[0] <= row.us <= row.spread_us[1]
         assert row.bytes >= 0 and isinstance(row.experts, (int, float))
     assert json.loads(protocol.to_text(content)) == content
 
 
+def mode_of(path: Path) -> str:
+    """Which mode made a results file."""
+    return path.stem.partition("_")[0]
+
+
 def missing(mode: str, rows: list[protocol.Row]) -> list[str]:
     """What a complete results file would have besides: contestants, and ratios to the base."""
     names = {row.contestant for row in rows}
-    needed = {"moe": {"cute_moe", "floor", "flashinfer"}, "dispatch": {"cute_moe", "copy", "torch"},
+    others = {row.shape for row in rows} - {None, DEFAULT_SHAPE}
+    peers = {"sglang_triton", "vllm_triton"} if others else {"flashinfer"}
+    needed = {"moe": {"cute_moe", "floor"} | peers, "dispatch": {"cute_moe", "copy", "torch"},
               "argmin": {"cute_moe", "floor", "torch"}, "host": {"cute_moe"}}[mode]  # fmt: skip
     lacking = [f"no {name}" for name in sorted(needed - names)]
     if mode == "moe":
         keys = [(m, None, routing, "cold") for routing in protocol.ROUTINGS for m in range(1, 9)]
+        if others:
+            keys = [(m, None, "uniform", "cold") for m in (1, 2, 4, 8)]
         for name in sorted(needed & names):
             lacking += [f"no {name} {key}" for key in keys if report.find(rows, name, key) is None]
     if mode != "host":
@@ -264,13 +312,14 @@ def test_what_a_results_file_may_lack() -> None:
 
 
 def test_there_are_results_of_every_mode() -> None:
-    assert {path.stem for path in FILES} == set(bench.MODES)
+    assert {mode_of(path) for path in FILES} == set(bench.MODES)
+    assert {path.stem for path in FILES} >= set(report.STEMS.values())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_committed_results_are_complete(path) -> None:
     assert not report.read(path)["meta"]["protocol"]["quick"]
-    assert missing(path.stem, report.read_rows(path)) == []
+    assert missing(mode_of(path), report.read_rows(path)) == []
 
 
 def test_readme_and_plots_are_what_the_results_say() -> None:

@@ -250,7 +250,8 @@ class Recorder:
         return {"floor": SimpleNamespace(times=[3.0, 4.0, 5.0], check=self.floor_check)}
 
 
-POOL = SimpleNamespace(copies=[("a", "b", "c", "d"), ("e", "f", "g", "h")], grid=132)
+OWN_SPEC = SimpleNamespace(grid=132)
+POOL = SimpleNamespace(copies=[("a", "b", "c", "d"), ("e", "f", "g", "h")], spec=OWN_SPEC)
 
 
 def test_collect_takes_the_median_launch_and_its_floor(monkeypatch) -> None:

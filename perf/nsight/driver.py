@@ -37,7 +37,7 @@ def run(pool: Pool, tokens: int, launches: int, replays: int) -> float:
     With `replays`, a CUDA graph of the launches is replayed after it, like steps of a decode loop.
     """
     generator = torch.Generator("cuda").manual_seed(tokens)
-    logits = protocol.draw_logits(tokens, "uniform", launches, generator)
+    logits = protocol.draw_logits(tokens, "uniform", launches, generator, pool.shape)
     options = {"generator": generator, "device": "cuda"}
     xs = [torch.randn(tokens, protocol.SHAPE.hidden, **options).bfloat16() for _ in logits]
     outs = [torch.empty_like(x) for x in xs]
@@ -47,7 +47,7 @@ def run(pool: Pool, tokens: int, launches: int, replays: int) -> float:
         return lambda: mono_moe(*inputs, protocol.TOP_K, out=outs[i], scratchpad=pool.scratchpad)
 
     calls = [call(i) for i in range(launches)]
-    experts = len(protocol.active_experts(logits[-1]))
+    experts = len(protocol.active_experts(logits[-1], protocol.TOP_K))
     with torch.cuda.nvtx.range(WARM_UP_RANGE):
         for warm_up in calls[:-1]:
             warm_up()

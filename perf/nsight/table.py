@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from protocol import EXPERT_BYTES
+from protocol import SHAPE
 
 RANGE_COLUMN = "Push/Pop_Range"  # part of the name of the column with the NVTX ranges
 RANGE = re.compile(r"M=(\d+) experts=(\d+)")
@@ -37,7 +37,7 @@ class Launch:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the active experts."""
-        return self.experts * EXPERT_BYTES
+        return self.experts * SHAPE.expert_bytes
 
 
 @dataclass(frozen=True)

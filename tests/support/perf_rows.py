@@ -6,6 +6,8 @@ import protocol
 import pytest
 import torch
 
+from cute_moe.shapes import DEFAULT_SHAPE
+
 MB = 1 << 20
 
 
@@ -13,7 +15,8 @@ def make_row(contestant: str, us: float, tokens: int | None = 2, **changes: obje
     """A cold row of the MoE layer with 16 experts; `changes` are other fields of Row."""
     fields = dict(op="moe", contestant=contestant, tokens=tokens, case=None, routing="uniform",
                   cache="cold", us=us, spread_us=(us - 0.1, us + 0.2), bytes=16 * 3 * MB,
-                  experts=16.0, reuse_bytes=300 * MB, check="ok")  # fmt: skip
+                  experts=16.0, reuse_bytes=300 * MB, check="ok",
+                  shape=None if tokens is None else DEFAULT_SHAPE)  # fmt: skip
     return protocol.Row(**{**fields, **changes})
 
 

@@ -1,203 +1,267 @@
-"""Every interleaving of the h slots in one CTA: chunk c lies in slot c mod SLOTS, twice used.
+"""Every interleaving of the slots of h in one CTA: one ring, in the order of all chunks' slices.
 
-The rows of all chunks form one list, of which loader i has every LOADERS-th from i on. Loaders
-stage their rows in order, one or more at a time, and arrive on the chunks, the first row of a chunk
-also for the places that the chunk leaves empty; from chunk SLOTS on they wait first for the one
-release of every slot. Two consumers take the groups in turn, one chunk each here: wait for all
-arrivals, read every row, release the slot.
+The rows of a slot are *items* of one list, of which loader i has i, i + LOADERS, ... A loader takes
+some items that have turned up, all of them less than a ring behind the first; waits for their slots
+to be free, stores, arrives on their slots, and then on those up to its next item in which it has
+none. So each loader arrives on every slot once. The consumers take the groups in turn; if slots
+are used again, both wait for and release every slot, else a group's owner alone waits.
 
-Slots, loaders and rows are few here. How often a slot is used, the places of a chunk, rows taken
-at a time, and what arrives at the barriers are those of a `MoeSpec`.
+Slots, loaders and items are few here; arrivals are those of a `MoeSpec`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import pytest
-from kernel_counts import CHUNK, CONSUMERS, h_ring
+from kernel_counts import arrivals, h_ring, rings
 from model_checker import DONE, Process, Verdict, Violation, explore, put
 
 from cute_moe.kernels.moe import memory
-from cute_moe.kernels.moe.spec import GROUP, MAX_CHUNKS, MAX_TOKENS, MoeSpec
+from cute_moe.kernels.moe.spec import CHUNK_ROWS, HALVES, MoeSpec
 
-LOADERS, SLOTS = 2, 2
-# rows[slot][place]: whose chunk's row lies there; arrived[chunk]; freed[slot]: arrivals so far.
+LOADERS = 2
+# rows[slot][place]: whose row lies there; arrived[slot], freed[slot]: arrivals so far.
 Shared = tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The sizes, and the protocol: each change of a flag is a way to break it."""
+    """The protocol, one thing a flag; each change is a way to break it."""
 
-    uses: int  # of a slot
-    places: int
-    row_arrivals: int  # of a row, or of a place left empty
-    ready_arrivals: int  # that make a chunk ready
-    free_arrivals: int  # that free a slot
+    loader_arrivals: int
+    ready_arrivals: int  # for each loader, that make a slot ready
     warps: int  # that arrive for a consumer
-    together: int  # rows that a loader takes at once, at most
+    free_arrivals: int  # that free a slot
+    slots: int = 2
+    together: int = 2  # items that a loader takes at once, at most
+    reused: bool = True  # False: nobody waits for free slots, nobody releases any
+    apart: int = 0  # a batch is a ring, and so much, long at most
     waits_for_free: bool = True
+    own_first: bool = True  # False: passes the slots up to the next item, then arrives on its own
+    passes: bool = True
+    waits_for_ready: bool = True
+    both_wait: bool = True
+    both_release: bool = True
     releases_after_reading: bool = True
-    waits_for_arrivals: bool = True
-    reads: bool = True  # False: a CTA without down columns, whose consumers only release
 
-    def is_free(self, chunk: int, freed: tuple[int, ...]) -> bool:
-        """A wait for the first release of the chunk's slot: only the parity of releases shows."""
-        return chunk < SLOTS or freed[chunk % SLOTS] // self.free_arrivals % 2 == 1
+    def is_free(self, turn: int, freed: Sequence[int]) -> bool:
+        """A wait for an empty slot: only the parity of releases shows."""
+        phases = freed[turn % self.slots] // self.free_arrivals
+        return phases % 2 == turn // self.slots % 2
+
+    def is_ready(self, turn: int, arrived: Sequence[int]) -> bool:
+        phases = arrived[turn % self.slots] // (self.ready_arrivals * LOADERS)
+        return phases % 2 != turn // self.slots % 2
 
 
-SPEC = MoeSpec(activations="bf16")
-SOUND = Rules(**h_ring(SPEC))
-FULL = (2,) * SOUND.uses * SLOTS  # rows of each chunk
+def rules(spec: MoeSpec, **options) -> Rules:
+    return Rules(**h_ring(spec), **options)
+
+
+SOUND = rules(MoeSpec(activations="bf16"))
+# Rows of each slot: full ones, and rows that some loader has none of.
+CASES = [(2, 2, 2, 2, 2), (1, 1, 1, 1, 1), (2, 1, 1, 2), (1, 2, 1, 1, 2), (1,), (2, 2, 1)]
+
+
+def batches(rules: Rules, own: Sequence[tuple[int, int]], start: int) -> Iterable[int]:
+    """Ends of the batches of a loader's items that may start at `start`."""
+    for end in range(start + 1, min(start + rules.together, len(own)) + 1):
+        if not rules.reused or own[end - 1][0] - own[start][0] < rules.slots + rules.apart:
+            yield end
+
+
+def to_pass(rules: Rules, own: Sequence[tuple[int, int]], turns: int) -> list[tuple[int, ...]]:
+    """Slots that a loader passes after each batch end (index: its next item), in order.
+
+    Where no slot is used twice, all are passed at the start.
+    """
+    has = [turn for turn, _ in own] + [turns]
+    gaps = [range(a + 1, b) for a, b in zip([-1, *has], has, strict=False)]
+    if not rules.passes:
+        gaps = [range(0)] * len(gaps)
+    if not rules.reused:
+        return [tuple(t for gap in gaps for t in gap)] + [()] * (len(gaps) - 1)
+    return [tuple(gap) for gap in gaps]
 
 
 def loader(rules: Rules, number: int, sizes: Sequence[int]) -> Process:
-    """Local state: (own rows staged, end of those taken together, arrivals of them that are due).
+    """Local state: (items done, end of the batch, slots of it to wait for, ops left)."""
+    items = [(turn, place) for turn, size in enumerate(sizes) for place in range(size)]
+    own = items[number::LOADERS]
+    gaps = to_pass(rules, own, len(sizes))
 
-    It takes the rows that have turned up, waits for the slots of all of them, stores, and arrives.
-    """
-    listed = [(c, place) for c, size in enumerate(sizes) for place in range(size)]
-    own = listed[number::LOADERS]
+    def arrive(shared: Shared, turn: int) -> Shared:
+        rows, arrived, freed = shared
+        slot = turn % rules.slots
+        return rows, put(arrived, slot, arrived[slot] + rules.loader_arrivals), freed
+
+    def program(start: int, end: int) -> tuple:
+        """Of a batch, from where its rows are there."""
+        turns = [turn for turn, _ in own[start:end]]
+        must_wait = rules.reused and rules.waits_for_free
+        waits = range(turns[0], turns[-1] + 1) if must_wait else ()
+        fill = [("fill", turn) for turn in turns]
+        # Between the items of a batch the slots are known to be free.
+        inner = [("pass", t) for gap in gaps[start + 1 : end] for t in gap]
+        passes = inner + [op for t in gaps[end] for op in (("wait", t), ("pass", t))]
+        last = fill + passes if rules.own_first else passes + fill
+        return (*(("wait", t) for t in waits), ("store", start, end), *last)
+
+    first = tuple(op for t in gaps[0] for op in (("wait", t), ("pass", t)))
 
     def step(shared: Shared, state: tuple) -> Iterable[tuple[Shared, object]]:
+        done, ops = state
         rows, arrived, freed = shared
-        done, end, stored = state
-        if done == end:
-            for count in range(1, rules.together + 1):
-                if done + count <= len(own):
-                    yield shared, (done, done + count, False)
-        elif stored:
-            for c, place in own[done:end]:
-                places = 1 + (rules.places - sizes[c] if place == 0 else 0)
-                arrived = put(arrived, c, arrived[c] + places * rules.row_arrivals)
-            yield (rows, arrived, freed), (end, end, False) if end < len(own) else DONE
-        elif not rules.waits_for_free or all(rules.is_free(c, freed) for c, _ in own[done:end]):
-            for c, place in own[done:end]:
-                rows = put(rows, c % SLOTS, put(rows[c % SLOTS], place, c))
-            yield (rows, arrived, freed), (done, end, True)
+        if not ops:
+            if done == len(own):
+                yield shared, DONE
+            for end in batches(rules, own, done):
+                yield shared, (end, program(done, end))
+            return
+        op, rest = ops[0], (done, ops[1:])
+        if op[0] == "wait":
+            if not rules.reused or rules.is_free(op[1], freed):
+                yield shared, rest
+        elif op[0] == "store":
+            for turn, place in own[op[1] : op[2]]:
+                slot = turn % rules.slots
+                rows = put(rows, slot, put(rows[slot], place, turn))
+            yield (rows, arrived, freed), rest
+        else:
+            yield arrive(shared, op[1]), rest
 
-    return Process(f"loader {number}", (0, 0, False), step)
+    return Process(f"loader {number}", (0, first), step)
 
 
-def consumer(rules: Rules, half: int, sizes: Sequence[int]) -> Process:
-    """Local state: (chunk, rows read, whether the slot is released)."""
-    chunks = len(sizes)
+def consumer(rules: Rules, half: int, sizes: Sequence[int], chunks: int) -> Process:
+    """Local state: what is left to do. A group has `chunks` slots."""
+    program: list[tuple] = []
+    for turn in range(len(sizes)):
+        is_own = turn // chunks % HALVES == half
+        wait = [("wait", turn)] if rules.waits_for_ready else []
+        release = [("release", turn)] if rules.reused else []
+        if is_own:
+            read = [("read", turn)]
+            late = rules.releases_after_reading
+            program += [*wait, *read, *release] if late else [*wait, *release, *read]
+        elif rules.reused:
+            program += (wait if rules.both_wait else []) + (release if rules.both_release else [])
 
-    def advance(chunk: int) -> object:
-        return (chunk + CONSUMERS, 0, False) if chunk + CONSUMERS < chunks else DONE
-
-    def step(shared: Shared, state: tuple) -> Iterable[tuple[Shared, object]]:
+    def step(shared: Shared, ops: tuple) -> Iterable[tuple[Shared, object]]:
         rows, arrived, freed = shared
-        chunk, read, released = state
-        slot = chunk % SLOTS
-        after = rows, arrived, put(freed, slot, freed[slot] + rules.warps)
-        if not rules.reads:
-            yield after, advance(chunk)
-            return
-        if rules.waits_for_arrivals and arrived[chunk] // rules.ready_arrivals % 2 == 0:
-            return
-        size = sizes[chunk]
-        if not released and (read == size or not rules.releases_after_reading):
-            yield after, advance(chunk) if read == size else (chunk, read, True)
-        elif read < size:
-            if rows[slot][read] != chunk:
-                raise Violation(f"chunk {chunk}: read a row of chunk {rows[slot][read]}")
-            done = read + 1 == size and released
-            yield shared, advance(chunk) if done else (chunk, read + 1, released)
+        (what, turn), rest = ops[0], ops[1:] or DONE
+        slot = turn % rules.slots
+        if what == "wait":
+            if rules.is_ready(turn, arrived):
+                yield shared, rest
+        elif what == "release":
+            yield (rows, arrived, put(freed, slot, freed[slot] + rules.warps)), rest
+        else:
+            found = rows[slot][: sizes[turn]]
+            if set(found) != {turn}:
+                raise Violation(f"slot of {turn}: read rows of {found}")
+            yield shared, rest
 
-    return Process(f"consumer {half}", (half, 0, False), step)
+    return Process(f"consumer {half}", tuple(program) or DONE, step)
 
 
-def check(rules: Rules, sizes: Sequence[int] = FULL) -> Verdict:
-    start = (((-1,) * rules.places,) * SLOTS, (0,) * len(sizes), (0,) * SLOTS)
+def check(rules: Rules, sizes: Sequence[int], chunks: int = 1) -> Verdict:
+    empty = (0,) * rules.slots
+    start = (((-1,) * LOADERS,) * rules.slots, empty, empty)
     processes = [loader(rules, i, sizes) for i in range(LOADERS)]
-    processes += [consumer(rules, half, sizes) for half in range(CONSUMERS)]
+    processes += [consumer(rules, half, sizes, chunks) for half in range(HALVES)]
     return explore([start], processes)
 
 
-@pytest.mark.parametrize("sizes", [FULL[:2], FULL[:3], FULL, (1, 2, 2, 1), (1, 2, 2, 2)])
-def test_every_row_is_read_before_its_slot_is_used_again(sizes) -> None:
-    verdict = check(SOUND, sizes)
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_every_row_is_read_before_its_slot_is_used_again(sizes, slots, chunks) -> None:
+    verdict = check(replace(SOUND, slots=slots), sizes, chunks)
     assert verdict.proven, verdict
 
 
-def test_slots_for_all_chunks_are_used_once() -> None:
-    """With FP8 activations nobody waits for a free slot, and nobody has to."""
-    spec = MoeSpec()
-    assert spec.h_slots == MAX_CHUNKS
-    once = replace(Rules(**h_ring(spec)), waits_for_free=False)
-    verdict = check(once, FULL[: SLOTS * once.uses])
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_slots_for_all_are_used_once(sizes) -> None:
+    """With enough slots nobody waits for a free one, and nobody has to."""
+    verdict = check(replace(SOUND, slots=len(sizes), reused=False), sizes)
     assert verdict.proven, verdict
 
 
+def test_three_items_at_once() -> None:
+    verdict = check(replace(SOUND, together=3, slots=3), (1,) * 7)
+    assert verdict.proven, verdict
+
+
+ONES = (1,) * 6
+TWOS = (2,) * 5
 BROKEN = {
-    "stores unasked": (replace(SOUND, waits_for_free=False), "read a row"),
-    "early release": (replace(SOUND, releases_after_reading=False), "read a row"),
-    "reads unasked": (replace(SOUND, waits_for_arrivals=False), "read a row"),
-    "one row makes it ready": (replace(SOUND, ready_arrivals=SOUND.row_arrivals), "read a row"),
-    "ready before all rows are": (
-        replace(SOUND, ready_arrivals=SOUND.ready_arrivals - SOUND.row_arrivals),
-        "read a row",
+    # With one row a slot, a loader's items are two slots apart, a ring of two.
+    "batch a ring apart": (replace(SOUND, apart=1), ONES, "stuck"),
+    "passes up to the next item first": (
+        replace(SOUND, own_first=False, slots=1),
+        ONES,
+        "stuck",
     ),
-    "more places than there are": (replace(SOUND, places=SOUND.places - 1), "stuck"),
-    "no release is whole": (replace(SOUND, free_arrivals=2 * SOUND.warps), "stuck"),
+    "does not pass": (replace(SOUND, passes=False), ONES, "stuck"),
+    "owner alone releases": (replace(SOUND, both_release=False), TWOS, "stuck"),
+    "owner alone releases, and is enough": (
+        replace(SOUND, both_release=False, both_wait=False, free_arrivals=SOUND.warps, slots=1),
+        TWOS,
+        "unsafe",
+    ),
+    "one release is enough": (replace(SOUND, free_arrivals=SOUND.warps), TWOS, "unsafe"),
+    "the other one does not wait": (replace(SOUND, both_wait=False), TWOS, "unsafe"),
+    "stores unasked": (replace(SOUND, waits_for_free=False), TWOS, "unsafe"),
+    "releases early": (replace(SOUND, releases_after_reading=False), TWOS, "unsafe"),
+    "reads unasked": (replace(SOUND, waits_for_ready=False), TWOS, "unsafe"),
+    "one loader makes it ready": (
+        replace(SOUND, ready_arrivals=SOUND.loader_arrivals // LOADERS),
+        TWOS,
+        "unsafe",
+    ),
+    "more arrivals than loaders have": (
+        replace(SOUND, ready_arrivals=SOUND.loader_arrivals + 1),
+        TWOS,
+        "stuck",
+    ),
+    "used again unsaid": (replace(SOUND, reused=False), TWOS, "unsafe"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_rule_is_caught(name) -> None:
-    broken, fault = BROKEN[name]
-    verdict = check(broken)
-    if fault == "stuck":
-        assert verdict.stuck, verdict
-    else:
-        assert verdict.unsafe and fault in verdict.unsafe, verdict
+    broken, sizes, fault = BROKEN[name]
+    verdict = check(broken, sizes)
+    assert getattr(verdict, fault), verdict
+
+
+def test_what_is_broken_is_sound_otherwise() -> None:
+    for slots in (1, 2):
+        assert check(replace(SOUND, slots=slots), ONES).proven
+        assert check(replace(SOUND, slots=slots), TWOS).proven
 
 
 def test_a_count_of_the_kernel_is_a_count_of_the_model(monkeypatch) -> None:
-    monkeypatch.setattr(memory, "LOADER_WARPS", memory.LOADER_WARPS + 1)
-    verdict = check(Rules(**h_ring(SPEC)))
-    assert verdict.stuck, verdict
+    monkeypatch.setattr(memory, "CONSUMER_WARPS", memory.CONSUMER_WARPS // HALVES)
+    assert check(rules(MoeSpec(activations="bf16")), TWOS).unsafe
 
 
-def test_releases_that_nobody_waited_for_are_caught() -> None:
-    """Consumers that do not read run ahead; the loaders then wait for a parity that is over.
-
-    So in a CTA without down columns nobody loads h.
-    """
-    verdict = check(replace(SOUND, reads=False))
-    assert verdict.stuck, verdict
+def test_a_loader_has_one_item_in_a_slot_at_most() -> None:
+    """It arrives once on every slot."""
+    assert CHUNK_ROWS <= memory.LOADER_WARPS
 
 
-def test_a_third_use_of_a_slot_is_caught() -> None:
-    """One release is waited for, so a slot must not be used more than twice."""
-    assert SOUND.uses == 2
-    verdict = check(SOUND, (2,) * 3 * SLOTS)
-    assert verdict.unsafe, verdict
-
-
-def test_rows_taken_together_must_not_be_a_ring_apart() -> None:
-    """Else the second one waits for a slot that is released only after the first one's chunk."""
-    verdict = check(SOUND, (1, 1, 1))
-    assert verdict.stuck, verdict
-
-
-def test_in_the_kernel_no_group_waits_for_rows_behind_it() -> None:
-    """A warp takes rows i and i + 8 together, and so holds row i back until the slot of row i + 8
-    is free: the group that frees it must end in front of row i. Here for all sizes of three groups
-    in a row; nine rows touch no more, since all groups but the last have at least GROUP rows.
-    """
-    slots = SPEC.h_slots
-    most = GROUP * MAX_TOKENS
-    furthest = 0
-    for groups in (1, 2, 3):
-        for sizes in product(*[range(GROUP, most + 1)] * (groups - 1), range(1, most + 1)):
-            rows: list[int] = []  # the chunk of each
-            for size in sizes:
-                first = rows[-1] + 1 if rows else 0
-                rows += [first + i // CHUNK for i in range(size)]
-            apart = (b - a for a, b in zip(rows, rows[memory.LOADER_WARPS :], strict=False))
-            furthest = max(furthest, *apart, 0)
-    chunks_of_a_group = most // CHUNK
-    assert furthest == 3 and furthest + chunks_of_a_group - 1 < slots
+@pytest.mark.parametrize("activations", ["fp8", "bf16"])
+def test_every_mbarrier_is_initialised_once(activations) -> None:
+    spec = MoeSpec(activations=activations)
+    weights, h_slots, scale_slots, *single = rings(spec)
+    counts = arrivals(spec)
+    for ring, reused in ((weights, True), (h_slots, spec.slots_reused), (scale_slots, True)):
+        assert {counts.pop((ring.full + s).index) for s in range(ring.stages)} == {ring.writers}
+        if reused:
+            assert {counts.pop((ring.empty + s).index) for s in range(ring.stages)} == {
+                ring.readers
+            }
+    assert [counts.pop(bar.index) for bar in single] == [memory.WARP, 1, 1] and not counts
+    assert {n: c for n, _, c in spec.shared_regions}["barriers"] == single[-1].index + 1

@@ -1,7 +1,7 @@
 """The counts that the models of the MoE kernel's protocols have, from the kernel's own code.
 
-Arrivals are what its initialisation of the mbarriers asks for, run here with a recorder in the
-compiler's place; everything else follows from a `MoeSpec` and the constants of the modules.
+Arrivals are those of the kernel's rings, and what its initialisation of the mbarriers asks for, run
+here with a recorder in the compiler's place; everything else follows from a `MoeSpec`.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+from cute_moe.kernels.device import ring
+from cute_moe.kernels.device.ring import Ring
 from cute_moe.kernels.moe import memory
-from cute_moe.kernels.moe.down import REGISTER_GROUPS
-from cute_moe.kernels.moe.handover import ROW_LANES
-from cute_moe.kernels.moe.memory import CONSUMER_WARPS, FEW_CHUNKS
-from cute_moe.kernels.moe.spec import MAX_CHUNKS, MoeSpec
+from cute_moe.kernels.moe.memory import CONSUMER_WARPS, HALF_WARPS, LOADER_WARPS
+from cute_moe.kernels.moe.spec import HALVES, SCALE_BATCHES, MoeSpec
 
-CHUNK = 8  # rows of a chunk: the N of one WGMMA
-WARP = 32
-GROUP_STAGES = 2  # of one group in one column block
-CONSUMERS = 2  # warpgroups that take units and groups in turn
+assert HALF_WARPS * HALVES == CONSUMER_WARPS
 
 
 @dataclass(frozen=True)
-class _Address:
-    """An mbarrier as the kernel names it: a field of its shared memory, and an offset."""
+class Address:
+    """An mbarrier by its place among all of them."""
 
-    field: str
     index: int
 
-    def __add__(self, index: int) -> _Address:
-        return _Address(self.field, self.index + index)
+    def __add__(self, index: int) -> Address:
+        return Address(self.index + index)
 
 
 def plain(name: str, **meanings: object) -> Callable:
@@ -51,55 +47,68 @@ def plain(name: str, **meanings: object) -> Callable:
     return namespace[name]
 
 
-def arrivals(spec: MoeSpec) -> dict[str, list[int]]:
-    """Arrivals that end a phase, of every mbarrier of each field of `memory.Shared`."""
-    counts: dict[str, dict[int, int]] = {}
+def rings(spec: MoeSpec) -> tuple[Ring, Ring, Ring, Address, Address, Address]:
+    """(weights, slots of h, down scales, lists, gate, landed) of the kernel's shared memory."""
+    return plain("_make_rings")(Address(0), spec)
 
-    def init(address: _Address, count: int) -> None:
-        counts.setdefault(address.field, {})[address.index] = count
+
+def arrivals(spec: MoeSpec) -> dict[int, int]:
+    """Arrivals that end a phase of every mbarrier that the kernel initialises, by its place."""
+    counts: dict[int, int] = {}
+
+    def init(address: Address, count: int) -> None:
+        assert address.index not in counts, "initialised twice"
+        counts[address.index] = count
 
     arch = mock.Mock(mbarrier_init=init, elect_one=contextlib.nullcontext)
-    meanings = {
-        "cute": SimpleNamespace(arch=arch),
-        "cutlass": SimpleNamespace(range_constexpr=range),
-    }
-    shared = mock.Mock()
-    shared.configure_mock(**{name: _Address(name, 0) for name in memory.Shared.__annotations__})
-    for name in ("init_stream_barriers", "init_barriers"):
-        plain(name, **meanings)(shared, spec)
-    return {field: [of[i] for i in range(len(of))] for field, of in counts.items()}
-
-
-def only(counts: list[int]) -> int:
-    """The number that all of them are."""
-    (count,) = set(counts)
-    return count
+    cute = SimpleNamespace(arch=arch)
+    names = ("weights", "h_slots", "scale_slots", "lists", "gate", "landed")
+    shared = SimpleNamespace(**dict(zip(names, rings(spec), strict=True)))
+    with mock.patch.object(ring, "cute", cute):
+        for name in ("init_stream_barriers", "init_barriers"):
+            plain(name, cute=cute)(shared, spec)
+    return counts
 
 
 def weight_ring(spec: MoeSpec) -> dict[str, int]:
-    """For test_weight_ring_model.py, whose step is two stages."""
+    """For test_weight_ring_model.py."""
+    weights, h_slots, *_ = rings(spec)
     return {
-        "stages": spec.stages // GROUP_STAGES,
-        "unit_steps": spec.unit_stages // GROUP_STAGES,
-        "columns": spec.max_own_columns,
-        "arrivals": only(arrivals(spec)["empty"]),
-        "warps": CONSUMER_WARPS // CONSUMERS,
-        "register_groups": REGISTER_GROUPS,
-        "early_chunks": FEW_CHUNKS if spec.two_groups_fit else 0,
+        "stages": weights.stages,
+        "unit_stages": spec.unit_stages,
+        "scale_slots": spec.unit_scale_slots,
+        "step_stages": spec.step_stages,
+        "slice_steps": spec.slice_steps,
+        "slices": spec.slices,
+        "columns": spec.max_own_blocks,
+        "arrivals": weights.readers,
+        "slot_arrivals": h_slots.readers,
+        "warps": HALF_WARPS,
+        "slots_reused": spec.slots_reused,
     }
 
 
 def h_ring(spec: MoeSpec) -> dict[str, int]:
-    """For test_h_ring_model.py; `uses` of a slot at most, `together`: rows a warp takes at once."""
-    counts = arrivals(spec)
+    """For test_h_ring_model.py: arrivals of a loader and of a consumer, and those that count."""
+    _, h_slots, *_ = rings(spec)
     return {
-        "uses": -(-MAX_CHUNKS // spec.h_slots),
-        "places": CHUNK,
-        "row_arrivals": ROW_LANES,
-        "ready_arrivals": only(counts["h_ready"]),
-        "free_arrivals": only(counts["h_free"]),
-        "warps": CONSUMER_WARPS // CONSUMERS,
-        "together": WARP // ROW_LANES,
+        "loader_arrivals": memory.WARP,
+        "ready_arrivals": h_slots.writers // LOADER_WARPS,  # for each loader
+        "warps": HALF_WARPS,
+        "free_arrivals": h_slots.readers,
+    }
+
+
+def scale_ring(spec: MoeSpec) -> dict[str, int]:
+    """For test_scale_ring_model.py."""
+    *_, scale_slots, _, _, _ = rings(spec)
+    return {
+        "slots": SCALE_BATCHES,
+        "stages": scale_slots.stages,
+        "lanes": memory.WARP,
+        "ready_arrivals": scale_slots.writers,
+        "warps": HALF_WARPS,
+        "free_arrivals": scale_slots.readers,
     }
 
 

@@ -5,6 +5,7 @@ from cute_moe.dispatch import combine, dispatch, moe_dispatch_indices, moe_permu
 from cute_moe.layer import MoELayer
 from cute_moe.moe import (
     alloc_scratchpad,
+    fused_experts,
     get_scratchpad_size_bytes,
     has_monomoe,
     interleave_for_tma_wgmma_up,
@@ -18,6 +19,7 @@ __all__ = [
     "argmin",
     "combine",
     "dispatch",
+    "fused_experts",
     "get_scratchpad_size_bytes",
     "has_monomoe",
     "interleave_for_tma_wgmma_up",

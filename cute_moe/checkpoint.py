@@ -50,8 +50,9 @@ REASONS = (
 class LayerTensors:
     """One MoE layer on one device, as `mono_moe` takes it.
 
-    w_up e4m3 [E, 2N, K] (gate rows, then up rows), s_up [E, 2N/128, K/128], w_down e4m3
-    [E, K, N], s_down [E, K/128, N/128], scales fp32 or bf16; router_weight [E, K] or None.
+    w_up e4m3 [E, 2N, K] (gate rows, then up rows), s_up [E, 2N/b, K/c], w_down e4m3 [E, K, N],
+    s_down [E, K/c, N/b], scales fp32, bf16 or e8m0, blocks as in `mono_moe` (a checkpoint's are
+    128 x 128); router_weight [E, K] or None.
     """
 
     w_up: torch.Tensor

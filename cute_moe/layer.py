@@ -1,6 +1,8 @@
 """A torch module that holds one block-FP8 MoE layer and runs it with `mono_moe`."""
 
 import math
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,27 @@ from cute_moe.checkpoint import LayerTensors, load_layer
 from cute_moe.checkpoint_config import DEFAULT_TOP_K, ModelConfig
 from cute_moe.host.check import check_tensor
 from cute_moe.kernels.moe.spec import MAX_TOKENS
-from cute_moe.moe import alloc_scratchpad, has_monomoe, mono_moe
+from cute_moe.moe import alloc_scratchpad, get_scratchpad_size_bytes, has_monomoe, mono_moe
 
 EXPERT_TENSORS = ("w_up", "s_up", "w_down", "s_down")
 ADDRESS_BITS = 15  # of an address: all zero where it is aligned as `mono_moe` asks
 NO_GPU = -1  # as `Tensor.get_device` says
+UNKNOWN = -2  # no device has this index
+# The scratchpads of layers that were given none, by device and size: equal sizes are one layout.
+_SHARED: weakref.WeakValueDictionary[tuple[torch.device, int], torch.Tensor]
+_SHARED = weakref.WeakValueDictionary()
+_SHARED_LOCK = threading.Lock()
 
 
 class MoELayer(torch.nn.Module):
     """One MoE layer for inference: the routed experts, without a shared expert.
 
     Buffers `w_up`, `s_up`, `w_down`, `s_down` and, where the checkpoint has it, `router_weight`,
-    as in `LayerTensors`; they keep their dtype under `.to(dtype)`, `.half()` and the like. The
-    layer owns one scratchpad, so its calls must not overlap: one stream at a time. The scratchpad
-    is no part of its state: each copy has its own, which follows the weights to their device.
+    as in `LayerTensors`, of any shape that `mono_moe` takes; they keep their dtype under
+    `.to(dtype)`, `.half()` and the like. All layers of one layout (equal top_k * N) on a device
+    share one scratchpad, so their calls must not overlap: one stream at a time. A layer that runs
+    beside others is made with a `scratchpad` of its own, which it uses while its weights are on
+    that device. The scratchpad is no part of its state, and copies have the shared one.
     `programmatic` (False) may be set at any time; see `mono_moe` for it and for `activations`.
     Nothing here depends on autocast.
     """
@@ -43,19 +52,26 @@ class MoELayer(torch.nn.Module):
         scoring_func: str = "softmax",
         renormalize: bool = True,
         activations: str = "fp8",
+        scratchpad: torch.Tensor | None = None,
     ) -> None:
-        """Takes the tensors as they are, without a copy; raises as `mono_moe` does."""
+        """Takes the tensors as they are, without a copy; raises as `mono_moe` does.
+
+        scratchpad: from `alloc_scratchpad` for this shape, on the device of the tensors.
+        """
         super().__init__()
         for name in EXPERT_TENSORS:
-            check_tensor(name, getattr(tensors, name, None))
+            tensor = getattr(tensors, name, None)
+            check_tensor(name, tensor)
+            if tensor.dim() != 3:
+                raise ValueError(f"{name}: expected 3 dimensions, got {list(tensor.shape)}")
         self.top_k, self.scoring_func, self.renormalize = top_k, scoring_func, renormalize
         self.activations, self.programmatic = activations, False
         for name in (*EXPERT_TENSORS, "router_weight"):
             self.register_buffer(name, getattr(tensors, name))
-        self._scratchpad: torch.Tensor | None = None
-        self._scratchpad_index = NO_GPU
-        self._follow_weights()
+        self._given = self._scratchpad = scratchpad
+        self._scratchpad_index = self.w_up.get_device()
         self._check_weights()
+        self._follow_weights(UNKNOWN)
 
     @classmethod
     def from_checkpoint(
@@ -69,6 +85,7 @@ class MoELayer(torch.nn.Module):
         activations: str = "fp8",
         progress: bool = True,
         shared_expert: str = "refuse",
+        scratchpad: torch.Tensor | None = None,
     ) -> "MoELayer":
         """Layer `layer` of a block-FP8 safetensors checkpoint.
 
@@ -83,7 +100,7 @@ class MoELayer(torch.nn.Module):
         if device is None:
             device = "cuda" if has_monomoe() else "cpu"
         tensors = load_layer(directory, layer, device, progress, shared_expert)
-        return cls(tensors, activations=activations, **routing)
+        return cls(tensors, activations=activations, scratchpad=scratchpad, **routing)
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """hidden_states [.., K] bf16, router_logits [.., E] bf16 or fp32 -> new [.., K] bf16.
@@ -142,7 +159,7 @@ class MoELayer(torch.nn.Module):
         buffers: dict[str, Any] = self._buffers
         w_up = buffers["w_up"]
         if w_up.get_device() != self._scratchpad_index:
-            self._follow_weights()
+            self._follow_weights(self._scratchpad_index)
         return mono_moe(
             x, logits, w_up, buffers["s_up"], buffers["w_down"], buffers["s_down"], self.top_k,
             self.scoring_func, self.renormalize, out, self._scratchpad, True, self.activations,
@@ -187,38 +204,60 @@ class MoELayer(torch.nn.Module):
                 f"got {list(router.shape)} {router.dtype} on {router.device}"
             )
 
-    def _follow_weights(self) -> None:
-        """Sees to a scratchpad on the GPU of the weights, and to none elsewhere."""
+    def _follow_weights(self, index_before: int) -> None:
+        """Sees to a scratchpad on the GPU of the weights, unless that is `index_before`."""
         index = self.w_up.get_device()
-        if index == self._scratchpad_index:
+        if index == index_before:
             return
-        on_gpu = self.w_up.device.type == "cuda"
-        if on_gpu and torch.cuda.is_current_stream_capturing():
-            # Only a replay would zero memory from here, and a launch before it would hang.
-            raise RuntimeError(
-                "scratchpad: cannot be made inside the capture of a CUDA graph; call the layer "
-                "once, with its weights where they are now, before the capture"
-            )
-        self._scratchpad = alloc_scratchpad(self.w_up.device) if on_gpu else None
+        given, device = self._given, self.w_up.device
+        if given is not None and given.device == device:
+            self._scratchpad = given
+        else:
+            self._scratchpad = self._shared_scratchpad(device) if device.type == "cuda" else None
         self._scratchpad_index = index
+
+    def _shared_scratchpad(self, device: torch.device) -> torch.Tensor:
+        """The one of this layer's layout and a GPU, made if there is none yet."""
+        experts, hidden, intermediate = self.w_down.shape
+        sizes: dict[str, int] = dict(
+            num_experts=experts, hidden=hidden, intermediate=intermediate, top_k=self.top_k
+        )
+        key = (device, get_scratchpad_size_bytes(**sizes))
+        with _SHARED_LOCK:
+            pad = _SHARED.get(key)
+            if pad is None:
+                if torch.cuda.is_current_stream_capturing():
+                    # Only a replay would zero memory from here; a launch before it would hang.
+                    raise RuntimeError(
+                        "scratchpad: cannot be made inside the capture of a CUDA graph; call the "
+                        "layer once, with its weights where they are now, before the capture"
+                    )
+                pad = alloc_scratchpad(device, **sizes)
+                if type(pad) is torch.Tensor:  # not one without memory, of a tracer
+                    _SHARED[key] = pad
+        return pad
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Weights stay buffers, also when a Parameter is assigned; the scratchpad follows them."""
         if name in EXPERT_TENSORS or name == "router_weight":
             value = value.detach() if isinstance(value, torch.nn.Parameter) else value
         super().__setattr__(name, value)
+        if "_scratchpad_index" not in self.__dict__:
+            return
         if name == "w_up" and value is not None:
-            self._follow_weights()
+            self._follow_weights(self._scratchpad_index)
+        elif name in ("top_k", "w_down"):  # perhaps another layout
+            self._scratchpad_index = UNKNOWN
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles hold: all but the scratchpad, which may be in use."""
-        own = ("_scratchpad", "_scratchpad_index")
+        own = ("_given", "_scratchpad", "_scratchpad_index")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._scratchpad, self._scratchpad_index = None, NO_GPU
-        self._follow_weights()
+        self._given = None
+        self._follow_weights(UNKNOWN)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves the buffers as torch asks, but never casts them: e4m3 means nothing in bf16."""
@@ -228,7 +267,7 @@ class MoELayer(torch.nn.Module):
             return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
 
         super()._apply(keep_dtype, recurse)
-        self._follow_weights()
+        self._follow_weights(self._scratchpad_index)
         return self
 
 

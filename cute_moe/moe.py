@@ -7,38 +7,33 @@ from typing import Any
 
 import torch
 
+from cute_moe import moe_contract as contract
 from cute_moe import reference
-from cute_moe.host.check import Contract, TensorRule, check_apart, check_tensor, dtype_name
+from cute_moe.host.check import check_tensor, dtype_name
 from cute_moe.host.device import device_facts, has_sm90
 from cute_moe.host.launch import KernelCache, build_from, current_device
-from cute_moe.host.scratch import BASE_ALIGN, Region, ScratchLayout
-from cute_moe.kernels.moe.spec import MAX_TOKENS, MoeSpec
+from cute_moe.host.scratch import BASE_ALIGN
+from cute_moe.kernels.device.options import type_name
+from cute_moe.kernels.moe.spec import MoeSpec, check_shape
 
-SHAPE = MoeSpec()
-_FP8 = torch.float8_e4m3fn
-_FLOATS = (torch.float32, torch.bfloat16)
-_SCRATCH = ScratchLayout([Region(n, size, zeroed=True) for n, size in SHAPE.scratch_regions])
-
-
-def _rules() -> list[TensorRule]:
-    e, k, n = SHAPE.num_experts, SHAPE.hidden, SHAPE.intermediate
-    return [
-        TensorRule("activations_in", (torch.bfloat16,), ("M", k)),
-        TensorRule("router_logits", _FLOATS[::-1], ("M", e)),
-        TensorRule("expert_weights_up", (_FP8,), (e, 2 * n, k)),
-        TensorRule("expert_scales_up", _FLOATS, (e, 2 * n // 128, k // 128)),
-        TensorRule("expert_weights_down", (_FP8,), (e, k, n)),
-        TensorRule("expert_scales_down", _FLOATS, (e, k // 128, n // 128)),
-        TensorRule("out", (torch.bfloat16,), ("M", k)),
-    ]
+INTERLEAVED = {"num_experts": 256, "hidden": 2048, "intermediate": 512, "scale_block": 128,
+               "scale_block_hidden": 128}  # fmt: skip
+_E8M0 = torch.float8_e8m0fnu
 
 
-_CONTRACT = Contract(_rules(), {"M": (0, MAX_TOKENS)})
-_INPUTS = Contract(_rules()[:-1], {"M": (0, MAX_TOKENS)})
-_TENSORS = [rule.name for rule in _INPUTS.rules]
+def _pass_exponents(spec: MoeSpec, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` for e8m0 scales, which the compiled code takes as the bytes that they are."""
+    if "float8_e8m0fnu" not in (spec.scales_up_dtype, spec.scales_down_dtype):
+        return function
+
+    def call(*arguments: Any) -> None:
+        function(*(a.view(torch.uint8) if getattr(a, "dtype", None) is _E8M0 else a
+                   for a in arguments))  # fmt: skip
+
+    return call
 
 
-_KERNELS = KernelCache(build_from("cute_moe.kernels.moe.kernel"))
+_KERNELS = KernelCache(build_from("cute_moe.kernels.moe.kernel"), _pass_exponents)
 
 
 def has_monomoe() -> bool:
@@ -46,18 +41,34 @@ def has_monomoe() -> bool:
     return has_sm90()
 
 
-def get_scratchpad_size_bytes() -> int:
-    """Bytes of the scratchpad that `mono_moe` needs."""
-    return _SCRATCH.nbytes
+def get_scratchpad_size_bytes(
+    *, num_experts: int = 256, hidden: int = 2048, intermediate: int = 512, top_k: int = 8
+) -> int:
+    """Bytes of the scratchpad of `mono_moe` and `fused_experts` for one shape.
 
-
-def alloc_scratchpad(device: torch.device | str | int = "cuda") -> torch.Tensor:
-    """A zeroed scratchpad, uint8 [get_scratchpad_size_bytes()].
-
-    It may be used by any number of launches that do not overlap: one per stream. A buffer from
-    elsewhere must be zeroed once before its first use; the kernel keeps it in order after that.
+    Shapes of equal size (equal top_k * intermediate) share a layout and may share a scratchpad.
+    Raises TypeError or ValueError for a shape that no kernel takes.
     """
-    return _SCRATCH.allocate(device)
+    check_shape(num_experts, hidden, intermediate, top_k)
+    return contract.scratch_layout(intermediate, top_k).nbytes
+
+
+def alloc_scratchpad(
+    device: torch.device | str | int = "cuda",
+    *,
+    num_experts: int = 256,
+    hidden: int = 2048,
+    intermediate: int = 512,
+    top_k: int = 8,
+) -> torch.Tensor:
+    """A zeroed scratchpad of a shape, uint8 [get_scratchpad_size_bytes(...)].
+
+    It may be used by any number of launches that do not overlap, of either entry: one per stream.
+    A buffer from elsewhere must have exactly that size, lie at a multiple of 128 bytes and be
+    zeroed once before its first use; the kernel keeps it in order after that.
+    """
+    check_shape(num_experts, hidden, intermediate, top_k)
+    return contract.scratch_layout(intermediate, top_k).allocate(device)
 
 
 def interleave_for_tma_wgmma_up(w: torch.Tensor) -> torch.Tensor:
@@ -98,25 +109,34 @@ def mono_moe(
     interleave_up: bool = True,
     activations: str = "fp8",
     programmatic: bool = False,
+    routing_out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """One MoE layer for M = 0..8 tokens, in one kernel launch on torch's current stream.
 
-    E = 256 experts, K = 2048, N = 512; all tensors contiguous, on one device.
+    E = 1..1024 experts, K = 512..8192 a multiple of 128, N = 32..16384 a multiple of 32, top_k
+    1..16 and at most E. A weight scale belongs to b features of N by c of K: b is 128, 64 or 32
+    and divides N, c is 128 or b. All tensors contiguous, 16-byte aligned, on one device.
       activations_in       [M, K] bf16
-      router_logits        [M, E] bf16 or fp32 (NaN counts as -inf; ties go to the lowest expert)
-      expert_weights_up    [E, 2N, K] e4m3: gate rows, then up rows; with interleave_up=False as
-                           `interleave_for_tma_wgmma_up` orders them
-      expert_scales_up     [E, 2N/128, K/128] fp32 or bf16, multiplies (order of raw rows always)
+      router_logits        [M, E] bf16 or fp32 (NaN counts as -inf; ties go to the lowest expert);
+                           4-byte aligned where E is no multiple of 8
+      expert_weights_up    [E, 2N, K] e4m3: gate rows, then up rows
+      expert_scales_up     [E, 2N/b, K/c] fp32, bf16 or float8_e8m0fnu, multiplies
       expert_weights_down  [E, K, N] e4m3
-      expert_scales_down   [E, K/128, N/128] fp32 or bf16
-      top_k                1..8;  scoring_func "softmax" or "sigmoid"
+      expert_scales_down   [E, K/c, N/b] fp32, bf16 or float8_e8m0fnu
+      scoring_func         "softmax" or "sigmoid"
       renormalize          divide the top_k weights by their sum
       out                  [M, K] bf16, not overlapping an input; allocated when None
-      scratchpad           from `alloc_scratchpad`, one per stream; a fresh one when None
-      activations          "fp8": x and h are quantised to e4m3 per token and 128 features, the
-                           usual block-FP8 arithmetic; "bf16": x and h keep bf16 precision
+      scratchpad           from `alloc_scratchpad` for this shape, one per stream; a fresh one when
+                           None
+      interleave_up        True: raw rows. False, for E = 256, K = 2048, N = 512 and blocks of 128
+                           only: up rows as `interleave_for_tma_wgmma_up` orders them
+      activations          "fp8": x and h are quantised to e4m3, x per token and 128 features, h
+                           per token and b, the usual block-FP8 arithmetic; "bf16": x and h keep
+                           bf16 precision
       programmatic         programmatic dependent launch: the kernel starts while the one ahead of
                            it on the stream drains, and waits for that one's end before it reads
+      routing_out          (ids int32 [M, top_k], weights fp32 [M, top_k]): receive the routing;
+                           `fused_experts` gives the same bits for it
 
     Returns out, without gradients; autograd does not notice that out has been written, so it must
     not be a tensor saved for a backward pass. The same input gives the same bits in every run,
@@ -131,15 +151,16 @@ def mono_moe(
     failure = None
     try:
         index = activations_in.get_device()
+        # All sizes follow from two shapes and N; a kernel rejects tensors of any other shape.
         key = (top_k, scoring_func, renormalize, interleave_up, activations, programmatic,
+               activations_in.shape, expert_scales_down.shape, expert_weights_down.numel(),
                router_logits.dtype, expert_scales_up.dtype, expert_scales_down.dtype,
-               index, current_device() if index >= 0 else index)  # fmt: skip
+               routing_out is None, index, current_device() if index >= 0 else index)  # fmt: skip
         kernel = _KERNELS.lookup(key)
         # True and 8.0 find what 1 and 8 find, hence the look at the types.
         flags = type(renormalize) is type(interleave_up) is type(programmatic) is bool
-        exact = flags and type(top_k) is int
-        if kernel is not None and exact and 0 < activations_in.shape[0] <= MAX_TOKENS:
-            return _launch(kernel, inputs, out, scratchpad)
+        if kernel is not None and flags and type(top_k) is int:
+            return _launch_mono(kernel, inputs, top_k, out, scratchpad, routing_out)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         failure = error
     # These two name the wrong argument, if there is one.
@@ -148,28 +169,110 @@ def mono_moe(
         interleave_up=interleave_up, activations=activations, programmatic=programmatic,
     )  # fmt: skip
     MoeSpec(**options)
-    tokens = _check_tensors(inputs, out, scratchpad)
+    shape = contract.check_mono(inputs, top_k, out, scratchpad, routing_out)
+    if not interleave_up and shape.of_spec() != INTERLEAVED:
+        raise ValueError(
+            f"interleave_up: expected True unless {INTERLEAVED}, got False with {shape.of_spec()}"
+        )
     if failure:
         raise failure
-    if tokens and activations_in.device.type == "cuda":
-        kernel = _KERNELS.get(_spec(options, inputs), activations_in.device, key)
-        return _launch(kernel, inputs, out, scratchpad)
+    if shape.tokens and activations_in.device.type == "cuda":
+        options |= {"logits_dtype": dtype_name(router_logits.dtype),
+                    "routing_out": routing_out is not None}  # fmt: skip
+        spec = _spec(shape, inputs[2:], options)
+        kernel = _KERNELS.get(spec, activations_in.device, key)
+        return _launch_mono(kernel, inputs, top_k, out, scratchpad, routing_out)
     if out is None:
         out = torch.empty_like(activations_in)
-    if tokens and out.device.type != "meta":
-        weights = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
-        compute = reference.moe_block_fp8 if activations == "fp8" else reference.moe_fp32
+    if shape.tokens and out.device.type != "meta":
+        up = expert_weights_up if interleave_up else _deinterleave(expert_weights_up)
         with torch.inference_mode():  # as the kernel does, it may write an inference tensor
-            tensors = (*inputs[:2], weights, *inputs[3:])
-            out.copy_(compute(*tensors, top_k, scoring_func, renormalize))
+            ids, weights = reference.route(router_logits, top_k, scoring_func, renormalize)
+            compute = _reference(activations)
+            out.copy_(compute(activations_in, ids, weights, up, *inputs[3:]))
+            for target, chosen in zip(routing_out or (), (ids, weights), strict=False):
+                target.copy_(chosen)
     return out
 
 
-def _launch(
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    output_scale: float = 1.0,
+    activations: str = "fp8",
+    programmatic: bool = False,
+    out: torch.Tensor | None = None,
+    scratchpad: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The experts of a MoE layer whose routing is given, for M = 0..8 tokens, in one launch.
+
+    Sizes, weights, scales, alignment and what is not said here are as for `mono_moe`.
+      hidden_states  [M, K] bf16
+      w1, w1_scale   [E, 2N, K] e4m3, gate rows, then up rows; [E, 2N/b, K/c]
+      w2, w2_scale   [E, K, N] e4m3; [E, K/c, N/b]
+      topk_weights   [M, top_k] fp32 or bf16, used as they are
+      topk_ids       [M, top_k] int32 or int64; an id may come several times in a row; any id
+                     outside 0..E-1 is skipped with its weight; a row of only such ids gives zeros
+      expert_map     [G] int32, G >= 1: the ids are 0..G-1, and this says their expert here; what
+                     lies outside 0..E-1, such as -1, is skipped
+      output_scale   multiplies the fp32 sum over the experts before it is rounded to bf16
+
+    The ids and weights lie at multiples of their element's size. Returns out [M, K] bf16. A token
+    gets the same bits in every batch, and those of `mono_moe` if that one's routing is given.
+    Raises as `mono_moe` does.
+    """
+    inputs = (hidden_states, topk_ids, topk_weights, w1, w1_scale, w2, w2_scale)
+    failure = None
+    try:
+        index = hidden_states.get_device()
+        key = (topk_ids.shape, w2.shape, w2_scale.shape, topk_ids.dtype, topk_weights.dtype,
+               w1_scale.dtype, w2_scale.dtype, None if expert_map is None else expert_map.shape,
+               activations, programmatic, index,
+               current_device() if index >= 0 else index)  # fmt: skip
+        kernel = _KERNELS.lookup(key)
+        if kernel is not None and type(programmatic) is bool and type(output_scale) is float:
+            return _launch_fused(kernel, inputs, expert_map, output_scale, out, scratchpad)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        failure = error
+    MoeSpec(routing="ids", activations=activations, programmatic=programmatic)
+    if isinstance(output_scale, bool) or not isinstance(output_scale, (int, float)):
+        raise TypeError(f"output_scale: expected a float, got {type_name(output_scale)}")
+    scale = float(output_scale)
+    shape, top_k = contract.check_fused(inputs, expert_map, out, scratchpad)
+    if failure:
+        raise failure
+    if shape.tokens and hidden_states.device.type == "cuda":
+        options = dict(
+            routing="ids", top_k=top_k, activations=activations, programmatic=programmatic,
+            ids_dtype=dtype_name(topk_ids.dtype), weights_dtype=dtype_name(topk_weights.dtype),
+            mapped_experts=0 if expert_map is None else len(expert_map),
+        )  # fmt: skip
+        kernel = _KERNELS.get(_spec(shape, inputs[3:], options), hidden_states.device, key)
+        return _launch_fused(kernel, inputs, expert_map, scale, out, scratchpad)
+    if out is None:
+        out = torch.empty_like(hidden_states)
+    if shape.tokens and out.device.type != "meta":
+        with torch.inference_mode():
+            ids = reference.local_ids(topk_ids, shape.num_experts, expert_map)
+            compute = _reference(activations)
+            out.copy_(compute(hidden_states, ids, topk_weights, *inputs[3:], scale))
+    return out
+
+
+def _launch_mono(
     kernel: Callable[..., None],
     inputs: tuple[torch.Tensor, ...],
+    top_k: int,
     out: torch.Tensor | None,
     scratchpad: torch.Tensor | None,
+    routing_out: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """Launch; the compiled code itself rejects tensors that break the contract, in its words."""
     x = inputs[0]
@@ -178,43 +281,65 @@ def _launch(
     else:
         _check_apart(out, x, inputs[1])
     if scratchpad is None:
-        scratchpad = alloc_scratchpad(x.device)
-    elif scratchpad.numel() != _SCRATCH.nbytes or scratchpad.data_ptr() % BASE_ALIGN:
-        _SCRATCH.check(scratchpad, x.device)
-        scratchpad = scratchpad[: _SCRATCH.nbytes]
-    kernel(*inputs, out, scratchpad)
+        scratchpad = contract.scratch_layout(inputs[4].shape[2], top_k).allocate(x.device)
+    elif scratchpad.data_ptr() % BASE_ALIGN:
+        raise ValueError("scratchpad: expected other alignment")
+    if routing_out is None:
+        kernel(*inputs, out, scratchpad, None, None)
+    else:
+        ids, weights = routing_out
+        names = (*contract.MONO, "out", *contract.ROUTING_OUT)
+        contract.check_outputs(names, (*inputs, out, ids, weights), len(inputs))
+        kernel(*inputs, out, scratchpad, ids, weights)
     return out
 
 
-def _check_tensors(
-    inputs: tuple[torch.Tensor, ...], out: torch.Tensor | None, scratchpad: torch.Tensor | None
-) -> int:
-    """The number of tokens. Raises TypeError or ValueError that names the wrong argument."""
+def _launch_fused(
+    kernel: Callable[..., None],
+    inputs: tuple[torch.Tensor, ...],
+    expert_map: torch.Tensor | None,
+    output_scale: float,
+    out: torch.Tensor | None,
+    scratchpad: torch.Tensor | None,
+) -> torch.Tensor:
+    """Launch, as `_launch_mono` does."""
+    x, ids = inputs[:2]
     if out is None:
-        tokens = _INPUTS.check(inputs)["M"]
+        out = torch.empty_like(x)
     else:
-        tokens = _CONTRACT.check((*inputs, out))["M"]
-        check_apart(out, dict(zip(_TENSORS, inputs, strict=True)))
-    if scratchpad is not None:
-        _SCRATCH.check(scratchpad, inputs[0].device)
-    return tokens
+        _check_apart(out, x, ids)
+        _check_apart(out, x, inputs[2])
+        if expert_map is not None:
+            _check_apart(out, x, expert_map)
+    if scratchpad is None:
+        layout = contract.scratch_layout(inputs[5].shape[2], ids.shape[1])
+        scratchpad = layout.allocate(x.device)
+    elif scratchpad.data_ptr() % BASE_ALIGN:
+        raise ValueError("scratchpad: expected other alignment")
+    kernel(*inputs, out, scratchpad, expert_map, output_scale)
+    return out
 
 
-def _spec(options: dict[str, Any], inputs: tuple[torch.Tensor, ...]) -> MoeSpec:
+def _reference(activations: str) -> Callable[..., torch.Tensor]:
+    fp8 = activations == "fp8"
+    return reference.moe_block_fp8_routed if fp8 else reference.moe_fp32_routed
+
+
+def _spec(
+    shape: contract.Shape, weights: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> MoeSpec:
     """The kernel variant for checked options and inputs on a GPU."""
-    x, logits, _, scales_up, _, scales_down = inputs
-    return MoeSpec(
-        **options,
-        logits_dtype=dtype_name(logits.dtype),
-        scales_up_dtype=dtype_name(scales_up.dtype),
-        scales_down_dtype=dtype_name(scales_down.dtype),
-        grid=device_facts(x.get_device()).sm_count,
-    )
+    names = contract.scale_names(weights)
+    sm_count = device_facts(weights[0].get_device()).sm_count
+    return MoeSpec(**shape.of_spec(), **names, **options, grid=sm_count)
 
 
-def _check_apart(out: torch.Tensor, x: torch.Tensor, logits: torch.Tensor) -> None:
-    """`check_apart` for two inputs, `x` as large as `out`: quick, for every launch."""
+def _check_apart(out: torch.Tensor, x: torch.Tensor, other: torch.Tensor) -> None:
+    """Raise ValueError where `out` overlaps `x`, as large as it, or `other`; for every launch.
+
+    The checks that follow find the name.
+    """
     start, nbytes = out.data_ptr(), out.nbytes
-    for_logits = start - logits.data_ptr()
-    if -nbytes < start - x.data_ptr() < nbytes or -nbytes < for_logits < logits.nbytes:
-        check_apart(out, {"activations_in": x, "router_logits": logits})
+    past_other = start - other.data_ptr()
+    if -nbytes < start - x.data_ptr() < nbytes or -nbytes < past_other < other.nbytes:
+        raise ValueError("out: expected memory of its own")

@@ -273,13 +273,15 @@ def check_tensor(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
 
 
-def check_apart(out: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> None:
+def check_apart(
+    out: torch.Tensor, inputs: Mapping[str, torch.Tensor], out_name: str = "out"
+) -> None:
     """Raise ValueError where the memory that `out` spans overlaps that of an input, by name."""
     start, end = _span(out)
     for name, tensor in inputs.items():
         first, last = _span(tensor)
         if first < end and start < last:
-            raise ValueError(f"out: expected memory of its own, got an overlap with {name}")
+            raise ValueError(f"{out_name}: expected memory of its own, got an overlap with {name}")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

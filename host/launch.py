@@ -33,12 +33,17 @@ class KernelCache:
     `current_device()`: where these differ, the function switches devices.
     """
 
-    def __init__(self, build: Callable[[Any, str], Any]) -> None:
+    def __init__(
+        self,
+        build: Callable[[Any, str], Any],
+        adapt: Callable[[Any, Function], Function] | None = None,
+    ) -> None:
         """`build(spec, options)` returns what `cute.compile(..., options=options)` returned.
 
-        A spec may have an int attribute `smem_bytes`: shared memory per CTA that it needs.
+        `adapt(spec, function)` may put something in front of the compiled function. A spec may
+        have an int attribute `smem_bytes`: shared memory per CTA that it needs.
         """
-        self._build = build
+        self._build, self._adapt = build, adapt
         self._lock = threading.Lock()
         self._warm: set[tuple[Any, int]] = set()
         self._ready: dict[Hashable, Function] = {}
@@ -74,6 +79,8 @@ class KernelCache:
     def _function(self, spec: Any, device: torch.device) -> Function:
         """The compiled function; it switches to `device` and back unless that is current now."""
         function = compile_cached(spec, lambda options: self._build(spec, options))
+        if self._adapt:
+            function = self._adapt(spec, function)
         if current_device() == device.index:
             return function
 

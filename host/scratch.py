@@ -67,22 +67,22 @@ class ScratchLayout:
     def check(
         self, tensor: torch.Tensor, device: torch.device | None = None, name: str = "scratchpad"
     ) -> None:
-        """Raise unless `tensor` is uint8 [at least `nbytes`], contiguous, 128-byte aligned.
+        """Raise unless `tensor` is uint8 [nbytes], contiguous, 128-byte aligned.
 
-        It must be on `device`, if given. TypeError for what is no tensor, else ValueError.
+        Exactly so: a larger buffer may be another layout's, whose words mean something else. It
+        must be on `device`, if given. TypeError for what is no tensor, else ValueError.
         """
         if (
             isinstance(tensor, torch.Tensor)
             and tensor.dtype is torch.uint8
             and tensor.device == (tensor.device if device is None else device)
-            and tensor.dim() == 1
-            and tensor.numel() >= self.nbytes > 0
+            and tensor.shape == (self.nbytes,)
             and tensor.is_contiguous()
             and tensor.data_ptr() % BASE_ALIGN == 0
         ):
             return
-        rule = TensorRule(name, (torch.uint8,), ("bytes",), BASE_ALIGN)
-        Contract([rule], {"bytes": (self.nbytes, None)}).check([tensor], device)
+        rule = TensorRule(name, (torch.uint8,), (self.nbytes,), BASE_ALIGN)
+        Contract([rule]).check([tensor], device)
 
     def view(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The bytes of one region of a buffer: uint8 [nbytes of the region]."""

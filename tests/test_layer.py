@@ -15,35 +15,32 @@ from cute_moe.checkpoint import CheckpointError, LayerTensors
 from cute_moe.layer import MoELayer
 from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
 
-SMALL = LayerShape(num_experts=6, hidden=256, intermediate=128, top_k=3)
-FULL = moe.SHAPE
+SMALL = LayerShape(num_experts=6, hidden=512, intermediate=128, top_k=3)
+FULL = LayerShape()
 ACTIVE = 3  # experts with weights in the layer of full size, where most are left zero
 
 
 @pytest.fixture
-def any_shape(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lets small layers run: `mono_moe` without its fixed shape. Gives the tokens of each call."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each call of `mono_moe`, which also keeps the last call's options."""
     calls = []
-
-    signature = inspect.signature(moe.mono_moe)
+    signature, real = inspect.signature(moe.mono_moe), moe.mono_moe
 
     def mono_moe(*arguments, **keywords):
         given = signature.bind(*arguments, **keywords)
         given.apply_defaults()
-        *tensors, top_k, scoring_func, renormalize = list(given.arguments.values())[:9]
-        assert tensors[0].is_contiguous() and tensors[1].is_contiguous() and len(tensors[0]) <= 8
+        x, logits = arguments[:2]
+        assert x.is_contiguous() and logits.is_contiguous() and len(x) <= 8
         mono_moe.options = {name: given.arguments[name] for name in ("activations", "programmatic")}
-        calls.append(len(tensors[0]))
-        result = reference.moe_block_fp8(*tensors, top_k, scoring_func, renormalize)
-        out = given.arguments["out"]
-        return result if out is None else out.copy_(result)
+        calls.append(len(x))
+        return real(*arguments, **keywords)
 
     monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
     return calls
 
 
 @pytest.fixture
-def small(tmp_path, any_shape) -> MoELayer:
+def small(tmp_path, launches) -> MoELayer:
     write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
     return MoELayer.from_checkpoint(tmp_path, 1, "cpu", shared_expert="ignore")
 
@@ -82,7 +79,7 @@ def test_full_size_goes_through_mono_moe(full) -> None:
     assert torch.equal(full(x[1, 4], logits[1, 4]), out[1, 4])  # one token, no batch dimension
 
 
-def test_options_reach_mono_moe(tmp_path, any_shape) -> None:
+def test_options_reach_mono_moe(tmp_path, launches) -> None:
     write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
     for activations in ("fp8", "bf16"):
         layer = MoELayer.from_checkpoint(
@@ -99,7 +96,7 @@ def test_wrong_weights_are_refused_when_the_layer_is_made(full) -> None:
     with pytest.raises(ValueError, match="expert_weights_down"):
         MoELayer(LayerTensors(full.w_up, full.s_up, full.w_down[:, :, :128], full.s_down))
     good = LayerTensors(full.w_up, full.s_up, full.w_down, full.s_down)
-    for options in ({"top_k": 0}, {"top_k": 9}, {"scoring_func": "tanh"}):
+    for options in ({"top_k": 0}, {"top_k": 17}, {"scoring_func": "tanh"}):
         with pytest.raises(ValueError, match=next(iter(options))):
             MoELayer(good, **options)
     for router in (
@@ -141,12 +138,12 @@ def test_wrong_inputs_are_refused(full) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 8, 9, 16, 21])
-def test_chunks_of_eight(small, any_shape, tokens) -> None:
+def test_chunks_of_eight(small, launches, tokens) -> None:
     x = torch.randn(tokens, SMALL.hidden).bfloat16()
     logits = small.router_logits(x)
-    any_shape.clear()
+    launches.clear()
     out = small(x, logits)
-    assert any_shape == ([8] * (tokens // 8) + [tokens % 8] * (tokens % 8 > 0) or [0])
+    assert launches == ([8] * (tokens // 8) + [tokens % 8] * (tokens % 8 > 0) or [0])
     assert torch.equal(out, expected(small, x, logits))
 
 
@@ -207,8 +204,8 @@ def test_router(small) -> None:
 
 
 def test_wrong_router_inputs(small) -> None:
-    for bad in (torch.zeros(2, SMALL.hidden + 1), torch.zeros(()), torch.zeros(256, device="meta")):
-        with pytest.raises(ValueError, match=r"hidden_states: expected \[.., 256\] on cpu, got"):
+    for bad in (torch.zeros(2, SMALL.hidden + 1), torch.zeros(()), torch.zeros(512, device="meta")):
+        with pytest.raises(ValueError, match=r"hidden_states: expected \[.., 512\] on cpu, got"):
             small.router_logits(bad)
     with pytest.raises(TypeError, match="hidden_states: expected a torch.Tensor"):
         small.router_logits(None)
@@ -282,10 +279,10 @@ def test_state_and_copies(small) -> None:
     x = torch.randn(2, SMALL.hidden).bfloat16()
     logits = small.router_logits(x)
     assert torch.equal(copy.deepcopy(small)(x, logits), small(x, logits))
-    assert "experts=6, hidden=256, intermediate=128, top_k=3" in repr(small)
+    assert "experts=6, hidden=512, intermediate=128, top_k=3" in repr(small)
 
 
-def test_routing_comes_from_the_config_unless_given(tmp_path, any_shape) -> None:
+def test_routing_comes_from_the_config_unless_given(tmp_path, launches) -> None:
     write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
     read = functools.partial(MoELayer.from_checkpoint, tmp_path, 1, "cpu", shared_expert="ignore")
     assert read().top_k == 3
@@ -299,14 +296,14 @@ def test_routing_comes_from_the_config_unless_given(tmp_path, any_shape) -> None
     assert read(top_k=5).top_k == 5
 
 
-def test_routing_that_is_not_done_is_refused(tmp_path, any_shape) -> None:
+def test_routing_that_is_not_done_is_refused(tmp_path, launches) -> None:
     write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
     (tmp_path / "config.json").write_text(json.dumps({"n_group": 8}))
     with pytest.raises(CheckpointError, match="config.json: n_group: expected 0 or 1 .*, got 8"):
         MoELayer.from_checkpoint(tmp_path, 1, "cpu", shared_expert="ignore")
 
 
-def test_shared_expert_is_refused_unless_ignored(tmp_path, any_shape) -> None:
+def test_shared_expert_is_refused_unless_ignored(tmp_path, launches) -> None:
     write_synthetic_checkpoint(tmp_path, 1, SMALL, shards=2)
     with pytest.raises(CheckpointError, match=r'mlp\.shared_expert.*shared_expert="ignore"'):
         MoELayer.from_checkpoint(tmp_path, 1, "cpu")

@@ -1,6 +1,7 @@
-"""MoELayer moved, reassigned, copied, pickled: its scratchpad follows the weights, alone."""
+"""MoELayer moved, reassigned, copied, pickled: its scratchpad follows the weights."""
 
 import copy
+import gc
 import inspect
 import io
 import warnings
@@ -9,13 +10,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from cute_moe import alloc_scratchpad, get_scratchpad_size_bytes, moe, reference
 from cute_moe import layer as layer_module
-from cute_moe import moe, reference
 from cute_moe.checkpoint import LayerTensors
 from cute_moe.layer import MoELayer
 
-E, K, N = 4, 256, 128
+E, K, N = 4, 512, 128
 
 
 def random_tensors(e: int = E, k: int = K, n: int = N) -> LayerTensors:
@@ -135,14 +137,62 @@ def test_copies_and_pickles_do_without_the_scratchpad(scratchpads, duplicate) ->
         assert torch.equal(found.view(torch.uint8), buffer.view(torch.uint8))
 
 
-def test_each_copy_has_its_own_scratchpad(scratchpads, gpus) -> None:
+@pytest.fixture
+def real_scratchpads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratchpads with memory, which lies on the CPU, for layers of fake GPUs."""
+
+    def allocate(device, **sizes):
+        with unset_fake_temporarily():
+            return alloc_scratchpad("cpu", **sizes)
+
+    monkeypatch.setattr(layer_module, "alloc_scratchpad", allocate)
+
+
+def test_layers_of_a_layout_share_a_scratchpad(scratchpads, gpus, real_scratchpads) -> None:
+    def pad_of(layer: MoELayer) -> torch.Tensor:
+        call(layer)
+        return scratchpads[-1]
+
     layer = MoELayer(random_tensors(), top_k=2).to("cuda:0")
-    call(layer)
-    for duplicate in (copy.copy, copy.deepcopy):
-        call(duplicate(layer))
-        assert scratchpads[-1].device == torch.device("cuda:0")
-    first, second, third = (id(pad) for pad in scratchpads[-3:])
-    assert len({first, second, third}) == 3
+    pad = pad_of(layer)
+    assert pad.numel() == get_scratchpad_size_bytes(
+        num_experts=E, hidden=K, intermediate=N, top_k=2
+    )
+    others = [copy.copy(layer), copy.deepcopy(layer), MoELayer(random_tensors(e=7), top_k=2)]
+    assert all(pad_of(other.to("cuda:0")) is pad for other in others)
+    assert pad_of(copy.deepcopy(layer).to("cuda:1")) is not pad
+    assert pad_of(MoELayer(random_tensors(), top_k=3).to("cuda:0")) is not pad
+    layer.top_k = 3
+    assert pad_of(layer).numel() > pad.numel()
+    layer.top_k = 2
+    assert pad_of(layer) is pad
+    key = (torch.device("cuda:0"), pad.numel())
+    assert layer_module._SHARED[key] is pad
+    del layer, others, pad
+    scratchpads.clear()
+    gc.collect()
+    assert key not in layer_module._SHARED, "kept without a layer"
+
+
+def test_a_given_scratchpad_is_used_where_it_lies(scratchpads, gpus, real_scratchpads) -> None:
+    sizes = dict(num_experts=E, hidden=K, intermediate=N, top_k=2)
+    pad = alloc_scratchpad("cuda:0", **sizes)
+    tensors = LayerTensors(*(tensor.to("cuda:0") for tensor in vars(random_tensors()).values()))
+    layer = MoELayer(tensors, top_k=2, scratchpad=pad)
+    for device, used in (("cuda:0", True), ("cuda:1", False), ("cpu", False), ("cuda:0", True)):
+        layer.to(device)
+        call(layer)
+        assert (scratchpads[-1] is pad) == used, device
+    call(copy.copy(layer))
+    assert scratchpads[-1] is not pad
+
+
+def test_a_wrong_scratchpad_is_refused() -> None:
+    for wrong in (torch.zeros(64, dtype=torch.uint8), alloc_scratchpad("cpu")):
+        with pytest.raises(ValueError, match="^scratchpad: expected"):
+            MoELayer(random_tensors(), top_k=2, scratchpad=wrong)
+    pad = alloc_scratchpad("cpu", num_experts=E, hidden=K, intermediate=N, top_k=2)
+    MoELayer(random_tensors(), top_k=2, scratchpad=pad)
 
 
 def test_shared_memory(scratchpads) -> None:
@@ -168,12 +218,14 @@ def test_to_the_cpu_and_back(cuda, move) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_run_at_the_same_time(cuda) -> None:
+def test_layers_with_own_scratchpads_run_at_the_same_time(cuda) -> None:
     layer = MoELayer(random_tensors(*full_size())).to(cuda)
     x = torch.randn(8, layer.w_down.shape[1], device=cuda).bfloat16()
     logits = layer.router_logits(x)
     want = layer(x, logits)
-    layers = [layer, copy.deepcopy(layer), saved(layer), copy.copy(layer)]
+    tensors = LayerTensors(*(getattr(layer, name) for name in layer.state_dict()))
+    others = [MoELayer(tensors, scratchpad=alloc_scratchpad(cuda)) for _ in range(3)]
+    layers = [layer, *others]
     assert len({each._scratchpad.data_ptr() for each in layers}) == len(layers)
     streams = [torch.cuda.Stream() for _ in layers]
     torch.cuda.synchronize()
@@ -200,4 +252,4 @@ def test_weights_taken_from_the_cpu_run_on_the_gpu(cuda) -> None:
 
 
 def full_size() -> tuple[int, int, int]:
-    return moe.SHAPE.num_experts, moe.SHAPE.hidden, moe.SHAPE.intermediate
+    return 256, 2048, 512

@@ -30,7 +30,7 @@ def test_signature() -> None:
     assert names == [
         "activations_in", "router_logits", "expert_weights_up", "expert_scales_up",
         "expert_weights_down", "expert_scales_down", "top_k", "scoring_func", "renormalize",
-        "out", "scratchpad", "interleave_up", "activations", "programmatic",
+        "out", "scratchpad", "interleave_up", "activations", "programmatic", "routing_out",
     ]  # fmt: skip
 
 
@@ -55,9 +55,11 @@ def test_no_tokens(arguments) -> None:
         ("router_logits", torch.zeros(2, E - 1)),
         ("router_logits", torch.zeros(3, E)),
         ("expert_scales_up", torch.ones(E, 8, 15)),
-        ("top_k", 9),
+        ("top_k", 0),
+        ("top_k", 17),
         ("scoring_func", "tanh"),
         ("scratchpad", torch.zeros(16, dtype=torch.uint8)),
+        ("scratchpad", cute_moe.alloc_scratchpad("cpu", top_k=7)),
         ("out", torch.zeros(3, K, dtype=torch.bfloat16)),
     ],
 )
@@ -139,15 +141,21 @@ def test_later_calls_launch_or_fail_as_the_kernel_does(arguments, monkeypatch) -
     launched(monkeypatch, lambda *tensors: calls.append(tensors))
     out = torch.empty(2, K, dtype=torch.bfloat16)
     assert cute_moe.mono_moe(**arguments, out=out) is out
-    assert len(calls) == 1 and calls[0][6] is out and len(calls[0]) == 8
-    pad = torch.zeros(1 << 20, dtype=torch.uint8)
-    pad = pad[-pad.data_ptr() % 128 :]
-    cute_moe.mono_moe(**arguments, scratchpad=pad)
-    given = calls[1][7]
-    assert given.data_ptr() == pad.data_ptr()
-    assert given.numel() == cute_moe.get_scratchpad_size_bytes()
+    assert len(calls) == 1 and calls[0][6] is out and len(calls[0]) == 10
+    assert calls[0][7].numel() == cute_moe.get_scratchpad_size_bytes()
+    assert calls[0][8:] == (None, None)
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    start = -memory.data_ptr() % 128
+    pad = memory[start : start + cute_moe.get_scratchpad_size_bytes()]
+    chosen = (torch.zeros(2, 8, dtype=torch.int32), torch.zeros(2, 8))
+    cute_moe.mono_moe(**arguments, scratchpad=pad, routing_out=chosen)
+    assert calls[1][7] is pad and calls[1][8] is chosen[0] and calls[1][9] is chosen[1]
+    shifted = memory[start + 16 : start + 16 + cute_moe.get_scratchpad_size_bytes()]
     with pytest.raises(ValueError, match="scratchpad: expected .* 128-byte aligned"):
-        cute_moe.mono_moe(**arguments, scratchpad=pad[16:])
+        cute_moe.mono_moe(**arguments, scratchpad=shifted)
+    with pytest.raises(ValueError, match=r"^routing_out\[0\]: .* overlap with activations_in$"):
+        ids = arguments["activations_in"].view(torch.int32).flatten()[:16].view(2, 8)
+        cute_moe.mono_moe(**arguments, routing_out=(ids, chosen[1]))
 
     def fail(*tensors: object) -> None:
         raise RuntimeError("no launch")
@@ -273,9 +281,3 @@ def test_interleave() -> None:
     assert torch.equal(got.view(torch.uint8), w.view(torch.uint8)[:, order])
     with pytest.raises(ValueError, match="w"):
         cute_moe.interleave_for_tma_wgmma_up(w[:, :15])
-
-
-def test_scratchpad_size() -> None:
-    pad = cute_moe.alloc_scratchpad("cpu")
-    assert pad.numel() == cute_moe.get_scratchpad_size_bytes()
-    assert not pad.any()

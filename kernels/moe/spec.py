@@ -401,7 +401,7 @@ class MoeSpec:
     @property
     def h_words(self) -> int:
         """32-bit words (two bf16) of one parity of the h buffer."""
-        return self.pairs * self.intermediate // 2
+        return h_words_of(self.intermediate, self.top_k)
 
     @cached_property
     def groups_at_once(self) -> int:
@@ -483,11 +483,24 @@ class MoeSpec:
     @property
     def scratch_regions(self) -> tuple[tuple[str, int], ...]:
         """(name, bytes) of the scratchpad; all zeroed once, then kept in order by the kernel."""
-        regions = (("h", 2 * 4 * self.h_words), ("epoch", 4 * MAX_GRID))
+        regions = scratch_regions_of(self.intermediate, self.top_k)
         return (*regions, ("trace", 8 * self.grid * len(self.trace))) if self.trace else regions
 
 
 _TYPE_BYTES = {"e4m3": 1, "uint8": 1, "int32": 4, "float32": 4, "int64": 8}
+
+
+def h_words_of(intermediate: int, top_k: int) -> int:
+    """32-bit words (two bf16) of one parity of the h buffer."""
+    return MAX_TOKENS * top_k * intermediate // 2
+
+
+def scratch_regions_of(intermediate: int, top_k: int) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of the scratchpad of every kernel with these sizes that is not traced.
+
+    Two shapes whose h is equally large share a layout: each launch clears all of the other parity.
+    """
+    return ("h", 2 * 4 * h_words_of(intermediate, top_k)), ("epoch", 4 * MAX_GRID)
 
 
 def check_shape(num_experts: int, hidden: int, intermediate: int, top_k: int) -> None:

@@ -1,12 +1,27 @@
 """Weights, inputs and measures shared by the tests of the MoE layer."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from cute_moe import reference
 
 E, K, N = 256, 2048, 512
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer; a weight scale belongs to scale_block of N by scale_block_hidden of K."""
+
+    num_experts: int = E
+    hidden: int = K
+    intermediate: int = N
+    top_k: int = 8
+    scale_block: int = 128
+    scale_block_hidden: int = 128
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
 
 
 @dataclass(frozen=True)
@@ -19,18 +34,33 @@ class Weights:
 
 
 def make_weights(device: torch.device, seed: int = 0) -> Weights:
+    """Weights of the largest shape that tests hold in full."""
+    return draw_weights(Shape(), device, seed)
+
+
+def draw_weights(shape: Shape, device: torch.device | str = "cpu", seed: int = 0) -> Weights:
     """Normal weights of standard deviation 0.02, with a spread of block scales."""
     generator = torch.Generator(device).manual_seed(seed)
+    e, k, n, _, b, c = shape
 
-    def draw(rows: int, columns: int) -> torch.Tensor:
-        w = torch.randn(E, rows, columns, device=device, generator=generator)
-        spread = torch.rand(E, rows // 128, 1, columns // 128, 1, device=device,
+    def draw(rows: int, columns: int, high: int, wide: int) -> torch.Tensor:
+        w = torch.randn(e, rows, columns, device=device, generator=generator)
+        spread = torch.rand(e, rows // high, 1, columns // wide, 1, device=device,
                             generator=generator) + 0.5  # fmt: skip
-        w.view(E, rows // 128, 128, columns // 128, 128).mul_(spread * 0.02)
+        w.view(e, rows // high, high, columns // wide, wide).mul_(spread * 0.02)
         return w
 
-    up, down = draw(2 * N, K), draw(K, N)
-    return Weights((*reference.quantize_blocks(up), *reference.quantize_blocks(down)), up, down)
+    up, down = draw(2 * n, k, b, c), draw(k, n, c, b)
+    quantised = (*reference.quantize_blocks(up, b, c), *reference.quantize_blocks(down, c, b))
+    return Weights(quantised, up, down)
+
+
+def draw_inputs(
+    shape: Shape, tokens: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x bf16 [tokens, K], logits fp32 [tokens, E]) at random."""
+    x = torch.randn(tokens, shape.hidden, device=device).bfloat16()
+    return x, torch.randn(tokens, shape.num_experts, device=device)
 
 
 def make_inputs(

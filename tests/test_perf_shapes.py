@@ -5,6 +5,7 @@ from dataclasses import replace
 import bench
 import bench_moe
 import contest
+import geometry
 import pytest
 import tool
 import torch
@@ -40,6 +41,21 @@ def test_shapes_that_make_no_sense(arguments, capsys) -> None:
     with pytest.raises(SystemExit):
         bench.main(arguments)
     assert "error: " in capsys.readouterr().err
+
+
+def test_the_table_of_sizes_is_what_the_spec_says(monkeypatch, tmp_path) -> None:
+    assert geometry.main(["--check"]) == 0, "run python perf/geometry.py"
+    copy = tmp_path / "design.md"
+    copy.write_text("a\n<!-- geometry -->\nold\n<!-- /geometry -->\nb\n", encoding="utf-8")
+    monkeypatch.setattr(geometry, "DESIGN", copy)
+    assert geometry.main(["--check"]) == 1
+    assert geometry.main([]) == 0 and geometry.main(["--check"]) == 0
+    lines = copy.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "a" and lines[-1] == "b"
+    assert {line.count("|") for line in lines[2:-2]} == {len(SHAPES) + 2}
+    copy.write_text("nothing", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected one <!-- geometry --> block, got 0"):
+        geometry.main([])
 
 
 def test_random_weights_are_finite_and_of_a_size() -> None:

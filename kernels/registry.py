@@ -18,10 +18,6 @@ def _mono_moe() -> list[Kernel]:
     from cute_moe.kernels.moe import kernel
     from cute_moe.kernels.moe.spec import MoeSpec
 
-    given = {"routing": "ids"}
-    # Experts, K, N, top_k of models whole and in slices: one or two stages a step, slices or none,
-    # partial blocks, one or two column blocks a CTA, down weights in registers or in the ring.
-    coder = (512, 2048, 512, 10)
     specs = {
         "mono_moe": MoeSpec(),
         "mono_moe, bf16 activations": MoeSpec(activations="bf16"),
@@ -36,7 +32,18 @@ def _mono_moe() -> list[Kernel]:
             scales_down_dtype="bfloat16",
             grid=16,
         ),
-        "mono_moe, E512 K2048 N512 k10, routing out": MoeSpec(*coder, routing_out=True),
+    }
+    return _each({**specs, **_moe_shapes()}, kernel.build)
+
+
+def _moe_shapes() -> dict[str, Any]:
+    """Models whole and in slices: one or two stages a step, slices or none, partial blocks, one or
+    two column blocks a CTA, down weights in registers or in the ring."""
+    from cute_moe.kernels.moe.spec import MoeSpec
+
+    given = {"routing": "ids"}
+    return {
+        "mono_moe, E512 K2048 N512 k10, routing out": MoeSpec(512, 2048, 512, 10, routing_out=True),
         "mono_moe, E513 K512 N128 k16, fp32 logits": MoeSpec(
             513, 512, 128, 16, logits_dtype="float32", renormalize=False
         ),
@@ -84,7 +91,6 @@ def _mono_moe() -> list[Kernel]:
             128, 4096, 704, 8, **given, scale_block=64, activations="bf16"
         ),
     }
-    return _each(specs, kernel.build)
 
 
 def _argmin() -> list[Kernel]:

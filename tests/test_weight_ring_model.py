@@ -28,26 +28,26 @@ SMALL = {
     "two column blocks in registers": {
         "columns": 2, "slots": 2, "slots_reused": True, "source": REGISTERS,
     },
+    "two groups at once": {"run": 2, "slots": 2, "slots_reused": True},
     "two column blocks, two slices": {"columns": 2, "slices": 2, "slots": 2, "slots_reused": True},
 }  # fmt: skip
-CHUNKS = [(1,), (2, 1), (1, 2, 1)]
+CASES = [(0, (1,)), (0, (1, 2, 1)), (0, (1, 1, 1, 1)), (3, (2, 1))]  # units, chunks
 
 
 def small(**options) -> Rules:
     """A ring of four stages, whose units have one."""
     sizes = {"stages": 4, "unit_stages": 1, "step_stages": 1, "slice_steps": 1, "slices": 1}
-    found = rules(MoeSpec(), **{**sizes, "columns": 1, "slots_reused": False, **options})
+    found = rules(MoeSpec(), **{**sizes, "columns": 1, "slots_reused": False, "run": 1, **options})
     return replace(found, scale_slots=options.get("scale_slots", scale_slots_for(found)))
 
 
 def scale_slots_for(rules: Rules) -> int:
     """What a `MoeSpec` of these sizes has."""
-    return MoeSpec.unit_scale_slots.fget(rules)
+    return MoeSpec._scale_slots(rules, rules.stages)
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("units", [0, 3])
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize("units, chunks", CASES, ids=str)
 def test_every_cta_ends(name, units, chunks) -> None:
     sound = small(units=units, chunks=chunks, **SMALL[name])
     if sound.source == REGISTERS and sound.slots_reused and max(chunks, default=0) > sound.slots:
@@ -56,12 +56,13 @@ def test_every_cta_ends(name, units, chunks) -> None:
     assert verdict.proven, verdict
 
 
+@pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("unit_stages", [1, 2, 3, 5])
-def test_up_scales_are_read_and_fenced_before_the_next_ones_come(unit_stages) -> None:
-    """With one slot less than `MoeSpec.unit_scale_slots` they are not."""
-    sound = small(units=7, chunks=(), unit_stages=unit_stages, stages=3)
+def test_up_scales_are_read_and_fenced_before_the_next_ones_come(unit_stages, stages) -> None:
+    """With a pair of slots less than `MoeSpec.unit_scale_slots` they are not."""
+    sound = small(units=7, chunks=(), unit_stages=unit_stages, stages=stages)
     assert check(sound).proven
-    fewer = check(replace(sound, scale_slots=sound.scale_slots - 1))
+    fewer = check(replace(sound, scale_slots=sound.scale_slots - 2))
     assert fewer.unsafe and "scales of unit" in fewer.unsafe
 
 
@@ -74,7 +75,7 @@ def test_few_rows_wait_for_all_weights_if_the_ring_holds_them() -> None:
 def full_size(name: str, **options) -> Iterator[Rules]:
     """A shape with some chunks a group, from the ring and, where it can be, from registers."""
     spec = spec_of(name, **options)
-    for chunks in ((1, 1, 1), (2, 1, 2), (5, 1)):
+    for chunks in ((1,) * 5, (2, 1, 2), (5, 1)):
         found = rules(spec, chunks=chunks, slots=spec.h_slots)
         yield found
         if spec.weights_in_registers and spec.slices == 1 and max(chunks) <= spec.h_slots:
@@ -121,6 +122,11 @@ BROKEN = {
         replace(SLICES, last_is_passed_over=True),
         "stuck",
     ),
+    "two groups hold the one slot": (
+        small(run=2, slots=1, slots_reused=True, chunks=(1, 1)),
+        "stuck",
+    ),
+    "two groups hold more than the ring": (small(run=2, stages=1, chunks=(1, 1)), "stuck"),
     "nobody fences the scales": (small(units=5, chunks=(), stages=1, fences=False), "unsafe"),
 }
 

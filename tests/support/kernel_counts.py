@@ -85,6 +85,7 @@ def weight_ring(spec: MoeSpec) -> dict[str, int]:
         "slot_arrivals": h_slots.readers,
         "warps": HALF_WARPS,
         "slots_reused": spec.slots_reused,
+        "run": spec.groups_at_once,
     }
 
 

@@ -1,13 +1,15 @@
 """The weight ring of one CTA, with h from other CTAs as late as can be, for the model checker.
 
-The producer issues the own up units and then the down groups, one stage after the other; copies
-land in any order. Two consumers take units and groups in turn, and both wait for and release every
-stage. Groups hold the stages of a slice while all its chunks pass, each in a slot of h, which both
-consumers release. The other CTAs are the worst there can be: they give their h only after this CTA
-has published all of its units. That this CTA ends nevertheless shows that no CTA waits for another
-one with its up units, so that in the end all h is there, however many CTAs run.
+The producer issues the own up units, all but the first one in pairs, a stage of each in turn, and
+then the down groups, one stage after the other; copies land in any order. Two consumers take units
+and runs of groups in turn, and both wait for and release every stage. Groups hold the stages of a
+slice while all its chunks pass, each in a slot of h, which both consumers release; two groups with
+one chunk each may hold the stages and slots of both. The other CTAs are the worst there can be:
+they give their h only after this CTA has published all of its units. That this CTA ends
+nevertheless shows that no CTA waits for another one with its up units, so that in the end all h is
+there, however many CTAs run.
 
-The sizes of the shape are small ones here; arrivals and choices are those of a `MoeSpec`. Loaders
+The sizes of the shape may be small ones; arrivals and choices are those of a `MoeSpec`. Loaders
 stage one slot after the other (test_h_ring_model.py).
 """
 
@@ -40,6 +42,7 @@ class Rules:
     slot_arrivals: int  # that free a slot of h
     warps: int  # that arrive for a consumer
     slots_reused: bool
+    run: int = 1  # groups that a consumer has in a row, with one chunk each worked off together
     units: int = 2
     chunks: tuple[int, ...] = (1, 1, 1)  # of each group
     slots: int = 16  # of h
@@ -65,6 +68,18 @@ class Rules:
     @property
     def up_stages(self) -> int:
         return self.units * self.unit_stages
+
+    @property
+    def unit_batches(self) -> list[range]:
+        """Units that are streamed together: the first one alone, then pairs."""
+        pairs = range(1, self.units, 2)
+        return [range(min(self.units, 1)), *(range(u, min(u + 2, self.units)) for u in pairs)]
+
+    @property
+    def streamed(self) -> list[tuple[int, int]]:
+        """(unit, stage of it) in the order of the stream."""
+        stages = range(self.unit_stages)
+        return [(u, s) for batch in self.unit_batches for s in stages for u in batch]
 
     @property
     def all_stages(self) -> int:
@@ -124,6 +139,7 @@ def is_free(number: int, size: int, freed: tuple[int, ...], arrivals: int) -> bo
 
 def producer(rules: Rules) -> Process:
     """Acquires stage after stage. A step is copied once all its stages are acquired."""
+    streamed = rules.streamed
 
     def step(state: State, number: int) -> Iterable[tuple[State, object]]:
         if number == rules.all_stages:
@@ -134,10 +150,10 @@ def producer(rules: Rules) -> Process:
         unseen = is_later and not rules.acquires_all
         if not unseen and not is_free(number, rules.stages, state.freed, rules.arrivals):
             return
-        unit, part = divmod(number - rules.first_up, rules.unit_stages)
+        is_up = rules.first_up <= number < rules.first_up + rules.up_stages
+        unit, part = streamed[number - rules.first_up] if is_up else (-1, -1)
         old_unit = unit - rules.scale_slots
-        is_new = part == 0 and old_unit >= 0 and unit < rules.units
-        if is_new and not state.fenced >> old_unit & 1:
+        if part == 0 and old_unit >= 0 and not state.fenced >> old_unit & 1:
             raise Violation(f"scales of unit {old_unit} are overwritten while they are read")
         # What belongs to a step's first barrier is announced there: others' phases end at once.
         landed = state.landed | (1 << number if is_later else 0)
@@ -168,20 +184,19 @@ class Op(NamedTuple):
 
 
 def of_units(rules: Rules, who: int) -> Iterator[Op]:
-    own_before = None
-    for unit in range(rules.units):
-        first = rules.first_up + unit * rules.unit_stages
-        stages = range(first, first + rules.unit_stages)
-        if unit % HALVES == who:
-            if own_before is not None and rules.fences:
-                yield Op("fence", own_before)
-            own_before = unit
-            for s in stages:
-                yield from (Op("wait", s), *use_and_release(rules, s))
-            yield Op("publish", unit)
-        elif rules.both_release:
-            for s in stages:
-                yield from (Op("wait", s), Op("release", s))
+    number = rules.first_up
+    for batch in rules.unit_batches:
+        mine = [unit for unit in batch if unit % HALVES == who]
+        if mine and mine[0] >= HALVES and rules.fences:
+            yield Op("fence", mine[0] - HALVES)
+        for _ in range(rules.unit_stages):
+            for unit in batch:
+                if unit in mine:
+                    yield from (Op("wait", number), *use_and_release(rules, number))
+                elif rules.both_release:
+                    yield from (Op("wait", number), Op("release", number))
+                number += 1
+        yield from (Op("publish", unit) for unit in mine)
 
 
 def use_and_release(rules: Rules, s: int) -> tuple[Op, Op]:
@@ -207,6 +222,19 @@ def of_group(rules: Rules, group: int, own: bool) -> Iterator[Op]:
         for t in range(turn + part * turns, turn + (part + 1) * turns):
             if rules.slots_reused:
                 yield from (Op("wait_h", t), Op("release_h", t))
+
+
+def of_run(rules: Rules, groups: range, own: bool) -> Iterator[Op]:
+    """Groups that a consumer has in a row."""
+    parts = [list(of_group(rules, group, own)) for group in groups]
+    together = len(groups) > 1 and {rules.chunks[g] for g in groups} == {1} and rules.source == RING
+    if own and together:
+        # All products run before the first are added up and their operands are released.
+        frees = ("release", "release_h")
+        yield from (op for part in parts for op in part if op.what not in frees)
+        yield from (op for part in parts for op in part if op.what in frees)
+    else:
+        yield from (op for part in parts for op in part)
 
 
 def from_ring(rules: Rules, first: int, turn: int, chunks: int) -> Iterator[Op]:
@@ -275,8 +303,9 @@ def do(rules: Rules, state: State, op: Op) -> State | None:
 def consumer(rules: Rules, who: int) -> Process:
     """Local state: the next op."""
     program = list(of_units(rules, who))
-    for group in range(len(rules.chunks)):
-        program += of_group(rules, group, group % HALVES == who)
+    for first in range(0, len(rules.chunks), rules.run):
+        groups = range(first, min(first + rules.run, len(rules.chunks)))
+        program += of_run(rules, groups, first // rules.run % HALVES == who)
 
     def step(state: State, at: int) -> Iterable[tuple[State, object]]:
         after = do(rules, state, program[at])

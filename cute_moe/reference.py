@@ -45,7 +45,7 @@ def route(
 
     logits = router_logits.float()
     logits = torch.where(logits.isnan(), -torch.inf, logits) + 0.0  # -0.0 becomes +0.0
-    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
 
     finite = torch.finfo(torch.float32)
     logits = logits.clamp(finite.min, finite.max)

@@ -29,9 +29,9 @@ def work(args: argparse.Namespace) -> int:
     torch.manual_seed(1)
     device = tool.device()
     weights = make_weights(device).quantised
-    pad = cute_moe.alloc_scratchpad(device)
     failed = 0
     for top_k in TOP_KS:
+        pad = cute_moe.alloc_scratchpad(device, top_k=top_k)
         for routing in ROUTINGS:
             errors = []
             for _ in range(args.draws):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from moe_cases import Shape, draw_inputs, draw_weights
+from moe_errors import unexplained
 
 import cute_moe
 from cute_moe import moe, reference
@@ -229,3 +230,19 @@ def test_wrong_routing_out(change, kind, text) -> None:
     with pytest.raises(kind, match=f"^{text}"):
         cute_moe.mono_moe(x, logits, *weights, 2, out=out, routing_out=change(ids, routed))
     assert (ids == -7).all() and (routed == 7.0).all() and (out == 7.0).all()
+
+
+def test_flips_of_h_are_told_from_faults() -> None:
+    """What `unexplained` lets pass: two features of h, and no wrong scale, weight or slot."""
+    _, _, down, s_down = draw_weights(SMALL).quantised
+    columns = reference.dequantize_blocks(down, s_down)
+    want, ids = torch.randn(512), torch.tensor([2, 5])
+    two = want + 3 * columns[2, :, 17] - 2 * columns[5, :, 190]
+    assert reference.relative_error(two, want) > 0.05
+    assert unexplained(two, want, ids, down, s_down) < 1e-6
+    three = two + 3 * columns[5, :, 40]
+    other = want + 3 * columns[3, :, 17]
+    scaled = want.clone()
+    scaled[:128] *= 1.25
+    for wrong in (three, other, scaled, want.roll(1)):
+        assert unexplained(wrong, want, ids, down, s_down) > 0.04

@@ -29,11 +29,13 @@ def check_moe(report, spec: MoeSpec) -> None:
     loads = 4 * spec.steps * spec.step_blocks if from_registers else 0
     assert counts["LDSM"] == loads, "down weights that wait for h go to registers"
     ways = 2 if from_registers else 1
+    ways += 2 if spec.groups_at_once == 2 else 0
     products = 4 * spec.stage_blocks + ways * 4 * spec.slice_blocks
     assert counts["QGMMA"] == products, "unrolled, one accumulator each"
     boxes = 1 if spec.whole_blocks else spec.step_blocks
-    assert counts["UTMALDG"] == 1 + boxes
-    assert counts["UBLKCP"] == (2 if spec.unit_scale_bytes % 16 == 0 else 0)
+    # Up units: the first one, and those in pairs; their gate and up scales.
+    assert counts["UTMALDG"] == 2 + boxes
+    assert counts["UBLKCP"] == (2 * 2 if spec.unit_scale_bytes % 16 == 0 else 0)
     assert counts["USETMAXREG"] == 3, "one per role branch"
     assert not counts["REDG"] and not counts["ATOMG"], "atomics in global memory"
     # Consumers, producer, lists, clearing, loaders: every role that touches global memory waits.

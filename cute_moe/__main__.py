@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cute_moe.shapes import DEFAULT_SHAPE, SHAPES
+
 MAX_DEMO_TOKENS = 64
 MAX_SEED = 2**63 - 1
 # What stands for a character that the output's encoding lacks; a question mark for the others.
@@ -66,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--keep", type=parse_folder, metavar="DIR",
         help="write the random checkpoint there and keep it",
     )  # fmt: skip
+    demo.add_argument(
+        "--shape", choices=SHAPES, help=f"of the random checkpoint (default: {DEFAULT_SHAPE})"
+    )
 
     doctor = commands.add_parser("doctor", help="say what this machine has and can run")
     doctor.add_argument(
@@ -82,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.command == "demo" and given.checkpoint and given.keep:
         parser.error("--keep is for the checkpoint that is written when --checkpoint is absent")
+    if given.command == "demo" and given.checkpoint and given.shape:
+        parser.error("--shape is for the checkpoint that is written when --checkpoint is absent")
     try:
         code = _run(given, Console(highlight=False, markup=False, emoji=False))
         if sys.stdout is not None:
@@ -106,8 +113,9 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     from cute_moe.demo import DemoOptions, run_demo
 
     options = DemoOptions(
-        given.checkpoint, given.layer, given.tokens, keep=given.keep, seed=given.seed
-    )
+        given.checkpoint, given.layer, given.tokens, keep=given.keep, seed=given.seed,
+        shape=SHAPES[given.shape or DEFAULT_SHAPE],
+    )  # fmt: skip
     return run_demo(options, console)
 
 

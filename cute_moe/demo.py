@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,21 +17,24 @@ from cute_moe import reference
 from cute_moe.host.device import device_facts, why_unsupported
 from cute_moe.kernels.moe.spec import MAX_TOKENS
 from cute_moe.layer import MoELayer
-from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+from cute_moe.shapes import LayerShape
+from cute_moe.synthetic import write_synthetic_checkpoint
 from cute_moe.timing import copy_bandwidth, graph_microseconds
 
+SHARDS = 4  # files of a checkpoint
 GRAPH_LAUNCHES = 24  # with as many routings: most weights come from DRAM, not from the L2 cache
 GPU_REPEATS, CPU_REPEATS = 10, 1
 # Relative Frobenius errors; fp8 rounding of the activations alone makes about 0.04 of the second.
 MAX_ERROR_BLOCK_FP8 = 1.5e-2
 MAX_ERROR_FP32 = 0.075
 SPARE_DISK_BYTES = 64 << 20
+CPU_BYTES = 128 << 20  # of weights that are written for the CPU, if a token's experts are no more
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What to run. Without `checkpoint` a synthetic one is written, into `keep` or a temporary
-    folder that goes away again."""
+    """What to run. Without `checkpoint` a synthetic one of `shape` is written, into `keep` or a
+    temporary folder that goes away again; for the CPU with few experts."""
 
     checkpoint: Path | None = None
     layer: int = 0
@@ -76,6 +79,7 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     else:
         console.print(f"The kernel cannot run here: {reason}.")
         console.print("This is the CPU reference: the same layer, not the kernel's speed.")
+        options = replace(options, shape=for_cpu(options.shape))
     layer = _load(options, "cpu" if reason else "cuda", console)
     generator = torch.Generator(layer.w_up.device).manual_seed(options.seed)
     rows = [_measure(layer, tokens, generator) for tokens in options.tokens]
@@ -87,6 +91,12 @@ def run_demo(options: DemoOptions, console: Console) -> int:
     if failed:
         console.print(f"WRONG at M = {', '.join(failed)}", style="bold red")
     return 1 if failed else 0
+
+
+def for_cpu(shape: LayerShape) -> LayerShape:
+    """The shape with so few experts that the reference takes seconds."""
+    few = min(shape.num_experts, 2 * shape.top_k, CPU_BYTES // shape.expert_bytes)
+    return replace(shape, num_experts=max(few, shape.top_k))
 
 
 def _why_no_gpu() -> str | None:
@@ -134,10 +144,12 @@ def _checkpoint(options: DemoOptions, console: Console) -> Iterator[Path]:
                 "name another folder with --keep or TMPDIR"
             )
         started = time.perf_counter()
-        write_synthetic_checkpoint(directory, options.layer, options.shape, options.seed)
+        shards = min(SHARDS, options.shape.num_experts)
+        write_synthetic_checkpoint(directory, options.layer, options.shape, options.seed, shards)
         seconds = time.perf_counter() - started
         console.print(
-            f"wrote a checkpoint with random weights in {seconds:.1f} s: {directory}",
+            f"wrote a checkpoint with random weights, {options.shape.num_experts} experts, in "
+            f"{seconds:.1f} s: {directory}",
             soft_wrap=True,
         )
         yield directory

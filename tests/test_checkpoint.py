@@ -12,7 +12,8 @@ from cute_moe import checkpoint, reference
 from cute_moe.checkpoint import CheckpointError, load_layer
 from cute_moe.checkpoint_config import ModelConfig
 from cute_moe.checkpoint_files import INDEX_NAME
-from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+from cute_moe.shapes import LayerShape
+from cute_moe.synthetic import write_synthetic_checkpoint
 
 E, K, N = 4, 256, 128
 LAYER = 3

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from cute_moe import checkpoint, reference
 from cute_moe.checkpoint import CheckpointError, LayerTensors, load_layer, usable_device
 from cute_moe.checkpoint_files import INDEX_NAME
-from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+from cute_moe.shapes import LayerShape
+from cute_moe.synthetic import write_synthetic_checkpoint
 
 E, K, N = 2, 256, 128
 LAYER = 1

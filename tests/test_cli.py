@@ -17,14 +17,14 @@ from rich.console import Console
 
 from cute_moe import __main__ as cli
 from cute_moe import demo, doctor, reference
-from cute_moe import layer as layer_module
 from cute_moe.checkpoint import load_layer
 from cute_moe.demo import DemoOptions, Row, run_demo
 from cute_moe.host.report import KernelReport
 from cute_moe.kernels.device.sizes import SMEM_LIMIT
-from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+from cute_moe.shapes import SHAPES, LayerShape
+from cute_moe.synthetic import write_synthetic_checkpoint
 
-SMALL = LayerShape(num_experts=8, hidden=256, intermediate=128, top_k=2)
+SMALL = LayerShape(num_experts=8, hidden=512, intermediate=128, top_k=2)
 SOUND = KernelReport(
     name="kernel_0",
     registers=96,
@@ -44,13 +44,7 @@ def console() -> Console:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo as on a machine without a GPU, with layers of any shape."""
-
-    def mono_moe(*arguments, out, scratchpad, activations, programmatic):
-        result = reference.moe_block_fp8(*arguments)
-        return result if out is None else out.copy_(result)
-
-    monkeypatch.setattr(layer_module, "mono_moe", mono_moe)
+    """The demo as on a machine without a GPU."""
     monkeypatch.setattr(demo.torch.cuda, "is_available", lambda: False)
 
 
@@ -68,7 +62,7 @@ def test_demo_writes_reads_and_checks(on_cpu, console, monkeypatch, tmp_path) ->
     text = printed(console)
     assert "The kernel cannot run here: needs an sm_90 (Hopper) GPU" in text
     assert "CPU reference" in text and "wrote a checkpoint" in text
-    assert "experts=8, hidden=256, intermediate=128, top_k=2" in text
+    assert "experts=4, hidden=512, intermediate=128, top_k=2" in text
     assert "│ 9 │" in text
     assert not list(tmp_path.iterdir()), "the temporary checkpoint stayed"
 
@@ -194,9 +188,9 @@ def test_errors_are_one_line(tmp_path, capsys) -> None:
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {tmp_path}: expected model.safetensors.index.json")
     assert "Traceback" not in captured.err
-    write_synthetic_checkpoint(tmp_path, 0, SMALL, shards=1)
+    write_synthetic_checkpoint(tmp_path, 0, replace(SMALL, hidden=256), shards=1)
     assert cli.main(["demo", "--checkpoint", str(tmp_path)]) == 1
-    assert "expected [M, 2048]" in capsys.readouterr().err
+    assert "expected 512..8192, got 256" in capsys.readouterr().err
 
 
 def test_wrong_usage(capsys) -> None:
@@ -257,6 +251,7 @@ def run_doctor(compile_kernels, as_json, console):
     return 0
 sys.modules["cute_moe.doctor"] = types.SimpleNamespace(run_doctor=run_doctor)
 sys.modules["cute_moe"] = types.ModuleType("cute_moe")
+sys.modules["cute_moe.shapes"] = types.SimpleNamespace(DEFAULT_SHAPE="one", SHAPES=())
 sys.exit(runpy.run_path({cli.__file__!r})["main"](["doctor", *sys.argv[1:]]))
 """
 ASCII = ({"PYTHONIOENCODING": "ascii"},
@@ -315,3 +310,29 @@ def test_ctrl_c_is_no_traceback(monkeypatch) -> None:
 
     monkeypatch.setattr(demo, "run_demo", interrupt)
     assert cli.main(["demo"]) == cli.INTERRUPTED
+
+
+def test_the_demo_runs_the_shape_that_is_named(monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(demo, "run_demo", lambda options, console: seen.append(options.shape) or 0)
+    assert cli.main(["demo"]) == 0
+    assert cli.main(["demo", "--shape", "mixtral-8x7b-tp2"]) == 0
+    assert seen == [LayerShape(), LayerShape(8, 4096, 7168, 2)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--shape", "other"], ["--shape", "qwen3-next", "--checkpoint", "x"]]
+)
+def test_shapes_that_cannot_be_shown(wrong, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", *wrong])
+    assert stopped.value.code == 2 and "--shape" in capsys.readouterr().err
+
+
+def test_the_cpu_has_few_experts_of_every_shape() -> None:
+    for shape in SHAPES.values():
+        few = demo.for_cpu(shape)
+        assert replace(few, num_experts=shape.num_experts) == shape
+        assert shape.top_k <= few.num_experts <= min(shape.num_experts, 2 * shape.top_k)
+        nbytes = few.num_experts * few.expert_bytes
+        assert nbytes <= demo.CPU_BYTES or few.num_experts == few.top_k

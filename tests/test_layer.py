@@ -13,7 +13,8 @@ from cute_moe import layer as layer_module
 from cute_moe import moe, reference
 from cute_moe.checkpoint import CheckpointError, LayerTensors
 from cute_moe.layer import MoELayer
-from cute_moe.synthetic import LayerShape, write_synthetic_checkpoint
+from cute_moe.shapes import LayerShape
+from cute_moe.synthetic import write_synthetic_checkpoint
 
 SMALL = LayerShape(num_experts=6, hidden=512, intermediate=128, top_k=3)
 FULL = LayerShape()

@@ -33,6 +33,7 @@ SHAPES = [
     Shape(16, 8192, 128, 16),
     Shape(4, 512, 32, 1, 32),
 ]
+MARGIN = 4096  # bytes
 SKIPPED = (-1, "E", 2**31 - 1, -(2**31))
 SKIPPED_WIDE = (*SKIPPED, -(2**63), 2**63 - 1, 2**32)
 
@@ -220,13 +221,18 @@ def test_dtypes_of_scales(cuda, shape, weights, pad, dtypes) -> None:
     assert torch.equal(got, fused(x, ids.contiguous(), routed, exact, scratchpad=pad))
 
 
-def in_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with 4096 bytes of NaN, as any dtype sees 0xFF, before and behind it."""
+def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bytes, a copy in their middle): around it lie 2 x MARGIN bytes of what any dtype sees as NaN
+    or -1."""
     nbytes = tensor.nbytes
-    memory = torch.full((nbytes + 8192,), 0xFF, dtype=torch.uint8, device=tensor.device)
-    inside = memory[4096 : 4096 + nbytes].view(tensor.dtype).view(tensor.shape)
+    memory = torch.full((nbytes + 2 * MARGIN,), 0xFF, dtype=torch.uint8, device=tensor.device)
+    inside = memory[MARGIN : MARGIN + nbytes].view(tensor.dtype).view(tensor.shape)
     inside.view(torch.uint8).copy_(tensor.contiguous().view(torch.uint8))
-    return inside
+    return memory, inside
+
+
+def in_poison(tensor: torch.Tensor) -> torch.Tensor:
+    return surrounded(tensor)[1]
 
 
 @pytest.mark.parametrize("activations", ["fp8", "bf16"])
@@ -253,13 +259,12 @@ def test_nothing_beyond_the_outputs_is_written(cuda, shape, weights) -> None:
         torch.zeros(5, top_k, dtype=torch.int32, device=cuda),
         torch.zeros(5, top_k, device=cuda),
     ]
-    out, pad, *chosen = (in_poison(tensor) for tensor in results)
+    memories, (out, pad, *chosen) = zip(*map(surrounded, results), strict=True)
     cute_moe.mono_moe(
         x, logits, *weights.quantised, top_k, out=out, scratchpad=pad, routing_out=tuple(chosen)
     )
-    for tensor in (out, pad, *chosen):
-        memory = tensor._base.view(torch.uint8)
-        assert (memory[:4096] == 0xFF).all() and (memory[4096 + tensor.nbytes :] == 0xFF).all()
+    for memory in memories:
+        assert (memory[:MARGIN] == 0xFF).all() and (memory[-MARGIN:] == 0xFF).all()
     assert torch.equal(out, mono(x, logits, weights.quantised, top_k))
 
 

@@ -59,10 +59,10 @@ def round_e4m3(value: float) -> float:
     return next(v for v, b in zip(found, bits, strict=True) if b % 2 == 0)
 
 
-def slow_quantise(row: torch.Tensor) -> torch.Tensor:
-    """One row through e4m3 and back, fp64, in blocks of 128."""
+def slow_quantise(row: torch.Tensor, size: int = 128) -> torch.Tensor:
+    """One row through e4m3 and back, fp64, in blocks of `size`."""
     out = []
-    for block in row.float().split(128):
+    for block in row.float().split(size):
         scale = torch.maximum(block.abs().max(), torch.tensor(1e-10)) / torch.tensor(448.0)
         out += [round_e4m3(float(v)) * float(scale) for v in block / scale]
     return torch.tensor(out, dtype=torch.float64)
@@ -70,21 +70,30 @@ def slow_quantise(row: torch.Tensor) -> torch.Tensor:
 
 def slow_dequantise(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     """Weights in fp64, scales spread by a Kronecker product."""
-    return q.double() * torch.kron(s.double(), torch.ones(128, 128, dtype=torch.float64))
+    block = [size // count for size, count in zip(q.shape, s.shape, strict=True)]
+    return q.double() * torch.kron(s.double(), torch.ones(block, dtype=torch.float64))
 
 
 def slow_layer(x, logits, layer: Layer, top_k, quantised, scoring="softmax", renormalize=True):
     """The layer token by token in fp64; with `quantised`, the activations go through e4m3."""
-    through = slow_quantise if quantised else torch.Tensor.double
+    routed = [slow_route(row, top_k, scoring, renormalize) for row in logits.tolist()]
+    return slow_routed(x, routed, layer, quantised)
+
+
+def slow_routed(x, routed, layer: Layer, quantised, h_block=128):
+    """The same for (ids, weights) of each token; what is no expert is left out."""
     out = torch.zeros(x.shape, dtype=torch.float64)
-    for token in range(x.shape[0]):
-        ids, weights = slow_route(logits[token].tolist(), top_k, scoring, renormalize)
+    for token, (ids, weights) in enumerate(routed):
         for expert, weight in zip(ids, weights, strict=True):
+            if not 0 <= expert < len(layer.w_up):
+                continue
             up = slow_dequantise(layer.w_up[expert], layer.s_up[expert])
             down = slow_dequantise(layer.w_down[expert], layer.s_down[expert])
-            gate_up = up @ through(x[token])
-            h = gate_up[:N] * torch.sigmoid(gate_up[:N]) * gate_up[N:]
-            h = through(h.float().bfloat16()) if quantised else h
+            gate, value = (
+                up @ (slow_quantise(x[token]) if quantised else x[token].double())
+            ).chunk(2)
+            h = gate * torch.sigmoid(gate) * value
+            h = slow_quantise(h.float().bfloat16(), h_block) if quantised else h
             out[token] += weight * (down @ h)
     return out
 
@@ -274,3 +283,85 @@ def test_shapes_that_do_not_fit(layer) -> None:
             function(x, logits, *layer, 2)
     with pytest.raises(ValueError, match=r"expected x \[M, K\]"):
         reference.moe_fp32(x[0], logits, *layer, 2)
+
+
+BLOCKS = [(192, 64, 128), (192, 64, 64), (96, 32, 128), (96, 32, 32), (256, 64, 64), (128, 32, 128)]
+
+
+def layer_in_blocks(n: int, b: int, c: int, dtype: torch.dtype = torch.float32) -> Layer:
+    up, s_up = reference.quantize_blocks(torch.randn(E, 2 * n, K) * 0.1, b, c)
+    down, s_down = reference.quantize_blocks(torch.randn(E, K, n) * 0.1, c, b)
+    assert s_up.shape == (E, 2 * n // b, K // c) and s_down.shape == (E, K // c, n // b)
+    return Layer(up, s_up.to(dtype), down, s_down.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("n, b, c", BLOCKS)
+def test_smaller_blocks(n, b, c, dtype) -> None:
+    layer = layer_in_blocks(n, b, c, dtype)
+    assert reference.scale_blocks(*layer) == (b, c)
+    x, logits = torch.randn(3, K).bfloat16(), torch.randn(3, E)
+    ids, weights = reference.route(logits, 2)
+    routed = list(zip(ids.tolist(), weights.tolist(), strict=True))
+    got = reference.moe_block_fp8(x, logits, *layer, 2)
+    assert relative_error(got, slow_routed(x, routed, layer, True, b)) < 5e-3
+    meant = reference.moe_fp32(x, logits, *layer, 2)
+    assert relative_error(meant, slow_routed(x, routed, layer, False)) < 1e-5
+    assert torch.equal(got, reference.moe_block_fp8(x, logits, *map_scales(layer), 2))
+    for row in range(3):
+        alone = reference.moe_block_fp8(x[row : row + 1], logits[row : row + 1], *layer, 2)
+        assert torch.equal(alone, got[row : row + 1])
+
+
+def map_scales(layer: Layer) -> Layer:
+    """Scales of the same values in fp32."""
+    return layer._replace(s_up=layer.s_up.float(), s_down=layer.s_down.float())
+
+
+def test_h_is_quantised_in_the_blocks_of_the_down_weights() -> None:
+    """In larger blocks the small half of h would vanish beside the large one."""
+    layer = layer_in_blocks(128, 64, 128)
+    layer.s_up[:, 1::2] *= 1e-3  # gate and up rows of features 64..127
+    layer.s_down[:, :, 0] = 0.0  # so that only these count
+    x, one = torch.randn(1, K).bfloat16(), torch.ones(1, 1)
+    got = reference.moe_block_fp8_routed(x, torch.zeros(1, 1, dtype=torch.int32), one, *layer)
+    fine = slow_routed(x, [([0], [1.0])], layer, True, 64)
+    coarse = slow_routed(x, [([0], [1.0])], layer, True, 128)
+    assert relative_error(got, fine) < 5e-3 < 0.05 < relative_error(coarse, fine)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_given_routing(layer, dtype) -> None:
+    x = torch.randn(4, K).bfloat16()
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    ids = torch.tensor([[0, 3, 3], [E, 1, -1], [low, high, E], [2, 2, 2]], dtype=dtype)
+    weights = torch.tensor([[0.5, 0.25, 1.0], [NAN, 1.0, INF], [NAN, INF, 1.0], [-1.0, 2.0, 0.5]])
+    routed = list(zip(ids.tolist(), weights.tolist(), strict=True))
+    want = slow_routed(x, routed, layer, True)
+    got = reference.moe_block_fp8_routed(x, ids, weights, *layer)
+    assert relative_error(got, want) < 5e-3 and not got[2].any()
+    tripled = reference.moe_block_fp8_routed(x, ids, weights, *layer, 3.0)
+    assert relative_error(tripled, 3 * want) < 5e-3
+    meant = reference.moe_fp32_routed(x, ids, weights, *layer, 3.0)
+    assert relative_error(meant, 3 * slow_routed(x, routed, layer, False)) < 1e-5
+    rounded = weights.bfloat16()
+    assert torch.equal(reference.moe_block_fp8_routed(x, ids, rounded, *layer), got)
+
+
+def test_local_ids() -> None:
+    ids = torch.tensor([[0, 4, 5, -1], [2**31 - 1, -(2**31), 1, 3]], dtype=torch.int32)
+    assert reference.local_ids(ids, 5).tolist() == [[0, 4, -1, -1], [-1, -1, 1, 3]]
+    table = torch.tensor([2, -1, 0, 5, -7, 4], dtype=torch.int32)
+    found = reference.local_ids(ids, 5, table)
+    assert found.tolist() == [[2, -1, 4, -1], [-1, -1, -1, -1]] and found.dtype == torch.int64
+    assert reference.local_ids(ids[:0], 5, table).shape == (0, 4)
+
+
+def test_scales_that_are_no_blocks(layer) -> None:
+    x, logits = torch.randn(1, K).bfloat16(), torch.randn(1, E)
+    for name, shape in (("s_down", (E, 2, 3)), ("s_down", (E, 8, 2)), ("s_up", (E, 4, 2)),
+                        ("s_up", (E, 2, 1)), ("s_down", (E, 2))):  # fmt: skip
+        wrong = layer._replace(**{name: torch.ones(shape)})
+        for function in (reference.moe_fp32, reference.moe_block_fp8):
+            with pytest.raises(ValueError, match=f"^{name}: expected .*got "):
+                function(x, logits, *wrong, 2)

@@ -47,8 +47,8 @@ def _moe_shapes() -> dict[str, Any]:
         "mono_moe, E513 K512 N128 k16, fp32 logits": MoeSpec(
             513, 512, 128, 16, logits_dtype="float32", renormalize=False
         ),
-        "mono_moe, E1024 K512 N128 k16, fp32 logits": MoeSpec(
-            1024, 512, 128, 16, logits_dtype="float32", renormalize=False
+        "mono_moe, E1024 K512 N128 k16, all weights": MoeSpec(
+            1024, 512, 128, 16, renormalize=False
         ),
         "mono_moe, E160 K5120 N1536 k8, e8m0 scales": MoeSpec(
             160,

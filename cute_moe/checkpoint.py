@@ -24,6 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from cute_moe.checkpoint_config import ModelConfig
 from cute_moe.checkpoint_files import CheckpointError, CheckpointReader, Shape, describe
+from cute_moe.kernels.device.options import type_name
 from cute_moe.reference import BLOCK, E4M3
 
 LAYER_PREFIXES = ("model.language_model.layers.{}.mlp", "model.layers.{}.mlp")
@@ -99,7 +100,7 @@ def usable_device(device: torch.device | str | int) -> torch.device:
     Raises TypeError for what names no device, ValueError for one that is not there.
     """
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise TypeError(f"device: expected a torch.device, str or int, got {type(device).__name__}")
+        raise TypeError(f"device: expected a torch.device, str or int, got {type_name(device)}")
     try:
         if isinstance(device, int):
             device = f"cuda:{device}"

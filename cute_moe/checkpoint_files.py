@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cute_moe.host.check import dtype_name
+from cute_moe.kernels.device.options import type_name
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -108,7 +109,7 @@ def checkpoint_path(directory: str | Path) -> Path:
     Every text names a folder: the empty one, which a Path takes for the current folder, is refused.
     """
     if not isinstance(directory, (str, Path)):
-        raise TypeError(f"directory: expected a str or a Path, got {type(directory).__name__}")
+        raise TypeError(f"directory: expected a str or a Path, got {type_name(directory)}")
     if directory == "":
         raise CheckpointError("directory: expected the folder of a checkpoint, got ''")
     path = Path(directory)

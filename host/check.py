@@ -191,7 +191,9 @@ def _compile_quick_check(
     lines.append(f"    if {' and '.join(terms)}:")
     lines.append(f"        return {{{', '.join(f'{s!r}: {v}' for s, v in variables.items())}}}")
     scope: dict[str, Any] = {"strided": torch.strided}
-    scope |= {f"d{i}": frozenset(rule.dtypes) for i, rule in enumerate(rules)}
+    for i, rule in enumerate(rules):
+        if not isinstance(rule.dtypes, str):
+            scope[f"d{i}"] = frozenset(rule.dtypes)
     exec("\n".join(lines), scope)
     quick: QuickCheck = scope["quick"]
     return quick
